@@ -1,1 +1,1 @@
-"""From a configuration to models on devices and an engine: hub, placement, plans of memory and of workers."""
+"""Build an engine from a configuration: find models, place them on devices, plan memory and workers."""

@@ -2,18 +2,18 @@
 
     keep_acceptance(engine, model, speculative)
 
-The engine goes on from the record that this machine's last engine with this pair has kept, else from
-the one in the head's directory, and keeps its own when it closes.
+The engine starts from the record that this machine's last engine with this pair has stored, or else
+from the one in the head's directory. When it closes, it stores its own.
 
-Without it an engine decides about drafting by its first four drafts, and needs hundreds of steps to
-find out that they were no good sample. A record holds what the planner and the calibrations have
-learned, and no text:
+Without a record an engine decides about drafting by its first four drafts, and needs hundreds of
+steps to notice that they were no good sample. A record holds the learned state of the planner and
+of the calibrations, and no text:
 
     ~/.cache/eagle_ray/acceptance/1f0c....safetensors       by target, drafts and bounds of trees
     HEAD/acceptance-auto.safetensors                        by method
 
-What is seen outweighs a record within some tens of drafts. Outputs do not depend on it: a damaged or
-foreign file costs a line in the log.
+New observations outweigh a record within some tens of drafts. Outputs do not depend on it: a
+damaged or foreign file only costs a line in the log.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ INFORMATION_SHARE = 0.1
 
 
 def keep_acceptance(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Load the acceptance record of a pair into an engine's planner, and write it when the engine ends.
+    """Load the acceptance record of a pair into an engine's planner, and store a new one when the engine ends.
 
-    Whatever goes wrong costs a line in the log: an engine plans without a record, too.
+    Any failure is one line in the log, since an engine can plan without a record.
     """
     is_read = reads_draft(speculative.merged_methods, model.drafts)
     if not is_read or not isinstance(engine.planner, BudgetPlanner):
@@ -65,7 +65,7 @@ def keep_acceptance(engine: Engine, model: ModelConfig, speculative: Speculative
 
 
 class AcceptanceRecord:
-    """The acceptance record of one engine's target and drafts: where its files are, loading and storing."""
+    """The files with the acceptance record of one pair of target and drafts, and how they are loaded and stored."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class AcceptanceRecord:
 
     @torch.inference_mode()
     def load(self) -> None:
-        """Load this machine's record of the pair, or else the one in the head's directory, if there is one."""
+        """Load this machine's record of the pair, or else the one in the head's directory; nothing
+        if there is neither."""
         shipped = [head / f"acceptance-{self._method}{ACCEPTANCE_SUFFIX}" for head in self._heads]
         for path in [self.path, *shipped]:
             if self._load_file(path):
@@ -93,7 +94,7 @@ class AcceptanceRecord:
 
     @torch.inference_mode()
     def store(self) -> None:
-        """Write what the planner has learned, if the engine has drafted enough for it to mean something."""
+        """Write the learned state, if the engine has drafted often enough for it to be meaningful."""
         engine, planner = self._engine, self._planner
         is_sound = engine.is_intact and engine.planner is planner
         if not is_sound or planner.num_offers < MIN_DRAFTS:
@@ -129,7 +130,7 @@ class AcceptanceRecord:
 
 
 def watch_head(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Compare the acceptance of a head's first drafts with the acceptance that is on record for the pair."""
+    """Attach a HeadCheck: it warns if a head's first drafts are accepted far less often than recorded for the pair."""
     if reads_draft(speculative.merged_methods, model.drafts) and engine.drafter.has_model:
         engine.head_check = HeadCheck(_promised_share(engine))
 
@@ -150,7 +151,7 @@ def _promised_share(engine: Engine) -> float | None:
 
 
 def learned_acceptance(engine: Engine, planner: BudgetPlanner) -> dict[str, Tensor]:
-    """Return a record's tensors: what the planner and the calibrations have learned."""
+    """Return the tensors of a record: the learned state of the planner and of the calibrations."""
     state = {f"{PLANNER}.{name}": tensor for name, tensor in planner.acceptance_state().items()}
     for name, tensor in engine.learned_state().items():
         if _is_fit(name):

@@ -50,10 +50,10 @@ log = logging.getLogger("eagle_ray")
 
 @dataclass(frozen=True, slots=True)
 class EngineBundle:
-    """An engine ready to step, with its tokenizer, which is None if the target has none, and the plan of its memory.
+    """An engine ready to step, with its tokenizer (None if the target has none) and its memory plan.
 
     Attributes:
-        draft_versions: as of hub.draft_versions; empty if no draft is read.
+        draft_versions: result of hub.draft_versions; empty if no draft is read.
     """
 
     engine: Engine
@@ -95,7 +95,7 @@ def build_in_thread(
 def start_in_thread(
     build: Callable[[StartLog], Bundle], model: ModelConfig, threads: int, require_kernels: bool
 ) -> Bundle:
-    """Run `build` in a thread that ends with it, and return the engine and its models.
+    """Run `build` in a temporary thread, and return the engine and its models.
 
     Raises as `build` does, and UnfitDevice as build_in_thread does.
     """
@@ -120,13 +120,13 @@ def build_engine_from_config(
     args: EngineArgs | None = None,
     start: StartLog | None = None,
 ) -> EngineBundle:
-    """Load both models and build their engine.
+    """Load target and draft and build their engine.
 
     Raises ConfigError if a name cannot be found or a length does not fit, EngineError if the files
     are not a target and its draft, and as build_engine does.
 
     Args:
-        start: times the parts.
+        start: log that times the parts of the start.
     """
     args = args or EngineArgs()
     start = start or StartLog()
@@ -195,8 +195,8 @@ def build_engine(
     memory is too small for one sequence.
 
     Args:
-        weights: what the method reads from model.draft, or None.
-        start: times the parts.
+        weights: loaded drafts of model.draft, or None.
+        start: log that times the parts of the start.
     """
     start = start or StartLog()
     memory = plan_memory(causal_lm, weights, speculative, args)
@@ -206,7 +206,8 @@ def build_engine(
 
 
 def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> GrammarCompiler | None:
-    """Return a compiler of grammars for the target, which reads the tokenizer at its first use; None without any."""
+    """Return a compiler of grammars for the target's tokenizer, which it reads at its first use;
+    None without a tokenizer."""
     return (
         None
         if tokenizer is None
@@ -215,7 +216,8 @@ def grammar_compiler(tokenizer: Tokenizer | None, target: TargetModel) -> Gramma
 
 
 def plain_engine(engine: Engine) -> Engine:
-    """Return an engine for plain decoding that shares another engine's target and caches. Run only one of them."""
+    """Return an engine for plain decoding that shares another engine's target and caches. Only one
+    of them may have work."""
     target = engine.target
     drafter = make_drafter(SpeculativeConfig(method="none"), target, None)
     graphs = None if engine.graphs is None else graphs_for(target, drafter)

@@ -36,11 +36,11 @@ def plan_drafts(
     start: StartLog,
     model: ModelConfig | None = None,
 ) -> None:
-    """Capture the engine's graphs on a GPU, and let speculative.budget plan its drafts if the method does not.
+    """Capture the engine's graphs on a GPU, and set the planner of speculative.budget unless the method has its own.
 
     Args:
-        model: where the pair was loaded from; then the planner goes on from what is known of its
-            drafts.
+        model: configuration of the pair, by which an acceptance record is found; None uses no
+            record.
     """
     method = speculative.merged_methods
     is_fixed = plans_alone(method)
@@ -74,7 +74,8 @@ def _plain_if_planner_fails(engine: Engine) -> Iterator[None]:
 
 
 def take_first_steps(engine: Engine, model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Take an idle engine's first steps, so that one-time work precedes requests. Drafts count from then on."""
+    """Run an idle engine's first steps, so that one-time work is done before requests. Drafts are
+    counted from then on."""
     warm_up(engine)
     watch_head(engine, model, speculative)
 
@@ -93,7 +94,7 @@ def planner_for(engine: Engine, speculative: SpeculativeConfig, start: StartLog)
 
 
 def kinds_of(drafter: Drafter) -> list[DraftKind]:
-    """Return the kinds of drafts that a drafter can make."""
+    """Return the kinds of drafts that a drafter can make: by a model, by lookups, or both."""
     kinds = [DraftKind.MODEL] if drafter.has_model or not drafter.has_lookups else []
     return [*kinds, DraftKind.LOOKUPS] if drafter.has_lookups else kinds
 
@@ -112,7 +113,7 @@ def _costs_of(engine: Engine, speculative: SpeculativeConfig, start: StartLog) -
 
 
 def cost_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
-    """Return everything that the step costs of this engine depend on, by name: the key of the cost cache."""
+    """Return the key of the cost cache: everything that this engine's step costs depend on, by name."""
     target = engine.target
     key = pair_key(engine, speculative) | {
         "dtype": str(target.dtype),

@@ -1,6 +1,6 @@
-"""How many of a CPU's threads an engine computes with: chosen by the time of a pass, before the first request.
+"""Choose how many CPU threads an engine computes with, by timing a pass before the first request.
 
-torch's number is set by the call, to at most the present one:
+The call sets torch's number of threads, to at most the present one:
 
     choose_threads(causal_lm, args.slots)
 """
@@ -33,10 +33,11 @@ def choose_threads(causal_lm: CausalLM, slots: int | Literal["auto"]) -> None:
 
 
 def computes_in_team(causal_lm: CausalLM, draft: nn.Module | None = None) -> bool:
-    """Return whether passes compute in the team of kernels/team.h, and torch's operations in one thread.
+    """Return whether passes run in our own team of threads (kernels/team.h), with torch's operations in one thread.
 
-    All products must be this engine's. With dense weights its own forward must run them, too: where
-    transformers does, attention and experts are torch's, and need OpenMP's threads.
+    That needs all products to be this engine's. With dense weights its own forward must run them,
+    too, because in transformers' forward attention and experts are torch's and need OpenMP's
+    threads.
     """
     if not multiplies_here(causal_lm, draft):
         return False

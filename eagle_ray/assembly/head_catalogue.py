@@ -29,16 +29,16 @@ NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
 
 
 class Relation(enum.IntEnum):
-    """How a target is related to one of the catalogue, the closest first.
+    """How a target is related to a target of the catalogue, the closest relation first.
 
     Attributes:
-        SAME: it is that repository, or another one of the same weights.
+        SAME: it is that repository, or another one with equal weights.
         COPY: its card says that it is a quantised copy.
         SAVED: its config.json says that it was loaded from there when it was saved.
         FINE_TUNE: its card names that repository, or the base model of both.
-        SHAPE_AND_NAME: it has the shapes, and the family's name is part of its own.
-        SHAPE: it has the shapes.
-        NAME: the family's name is part of its own; its shapes are not known.
+        SHAPE_AND_NAME: it has that target's shapes, and the family's name is part of its own.
+        SHAPE: it has that target's shapes.
+        NAME: the family's name is part of its own, and its shapes are unknown.
     """
 
     SAME = 0
@@ -76,33 +76,33 @@ class CatalogueTarget:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> CatalogueTarget:
-        """Return an entry of the file."""
+        """Build a target from an entry of the file."""
         lists = {key: tuple(raw.get(key, ())) for key in ("same", "base")}
         heads = tuple(CatalogueHead(**head) for head in raw["heads"])
         return cls(**{**raw, **lists, "heads": heads})
 
     @property
     def ids(self) -> frozenset[str]:
-        """Return the repositories of its weights, in lower case."""
+        """Return all repositories that hold its weights, in lower case."""
         return frozenset(name.lower() for name in (self.id, *self.same))
 
     @property
     def bare_names(self) -> frozenset[str]:
-        """Return them without their owners, as directories are called."""
+        """Return its repositories' names without their owners, which directories are often named by."""
         return frozenset(name.rpartition("/")[2] for name in self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Facts about a target, by which the catalogue finds its heads.
+    """Facts about a target by which its heads are found in the catalogue.
 
     Attributes:
-        name: as the user names it.
-        ids: what it is called: its repository, or the names of its directory.
+        name: name that the user gives it.
+        ids: possible repositories: its hub id, or names made from its directory.
         saved_from: `_name_or_path` of its config.json.
-        base_models: what its card names as such.
-        is_quantized: its card says that it is a quantised copy of them.
-        shape: the values of SHAPE_KEYS that its config has; empty if it cannot be seen.
+        base_models: base models that its card names.
+        is_quantized: whether its card says that it is a quantised copy of the base models.
+        shape: values of SHAPE_KEYS in its config; empty if the config is not available.
     """
 
     name: str
@@ -114,13 +114,13 @@ class TargetFacts:
 
     @classmethod
     def named(cls, name: str) -> TargetFacts:
-        """Return the facts of a target of which only the name is known."""
+        """Return the facts about a target of which only the name is known."""
         return cls(name, (name,))
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A target of the catalogue, and how the target in question is related to it."""
+    """A target of the catalogue, and how the user's target is related to it."""
 
     target: CatalogueTarget
     relation: Relation
@@ -144,14 +144,14 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A head, and how the target in question is related to the head's own."""
+    """A head that may fit, and how the user's target is related to the head's own."""
 
     head: CatalogueHead
     match: Match
 
     @property
     def refused(self) -> str | None:
-        """Return the reason why the head does not run here (its target or its layout), or None if it runs."""
+        """Return the reason why the head does not run here (its target or its layout), or None if it does."""
         of_target = self.match.target.refused
         return self.head.refused if of_target is None else f"target: {of_target}"
 
@@ -164,7 +164,7 @@ def catalogue() -> tuple[CatalogueTarget, ...]:
 
 
 def of_family(name: str) -> list[CatalogueTarget]:
-    """Return the targets of a family: Qwen3-8B is one, and Qwen3 has many. Empty if it is no family's name."""
+    """Return the catalogue's targets of a family such as Qwen3. Empty if the name is no family's."""
     wanted = words_of(name)
     if not wanted:
         return []
@@ -174,7 +174,7 @@ def of_family(name: str) -> list[CatalogueTarget]:
 
 
 def matches(facts: TargetFacts) -> list[Match]:
-    """Return the targets of the catalogue that share heads with this one, the closest relation first."""
+    """Return the targets of the catalogue whose heads may fit this target, the closest relation first."""
     related = []
     for target in catalogue():
         relation = _relation(target, facts)
@@ -214,10 +214,10 @@ def _relation(target: CatalogueTarget, facts: TargetFacts) -> Relation | None:
 
 
 def in_order(related: Iterable[Match]) -> list[Candidate]:
-    """Return the heads of these targets in the order in which `model.draft: auto` prefers them.
+    """Return the heads of these targets in the order in which `model.draft: auto` tries them.
 
-    The order, which configs/README.md states: what loads, the closest relation of the targets, the
-    largest tau that is known, the method by METHOD_ORDER, the order of the file.
+    Heads that run here come first, then the closest relation of the targets, the largest known tau,
+    the method by METHOD_ORDER, and the order of the file. configs/README.md states this order.
     """
     candidates = [Candidate(head, match) for match in related for head in match.target.heads]
 
@@ -231,12 +231,12 @@ def in_order(related: Iterable[Match]) -> list[Candidate]:
 
 
 def words_of(name: str) -> tuple[str, ...]:
-    """Return the parts of a name in lower case: Qwen/Qwen3-8B has qwen, qwen3 and 8b."""
+    """Return the words of a name in lower case: qwen, qwen3 and 8b for Qwen/Qwen3-8B."""
     return tuple(word for word in NOT_IN_NAMES.split(name.lower()) if word)
 
 
 def contains_words(name: str, family: str) -> bool:
-    """Return whether a family's name is a part of a name, word by word."""
+    """Return whether a family's name occurs in a name as a sequence of whole words."""
     words: Sequence[str] = words_of(name)
     wanted = words_of(family)
     starts = range(len(words) - len(wanted) + 1)

@@ -73,28 +73,28 @@ WEIGHT_GLOBS = ["*.safetensors", "*.bin", "*.pt", GGUF]
 
 
 class ModelUnavailable(ConfigError):
-    """A hub id that is not on this machine while the hub cannot be reached."""
+    """Raised for a hub id that is not on this machine while the hub cannot be reached."""
 
 
 def download(name: str, part: str) -> Path:
     """Return the local directory of a model.
 
     A name is `embedded:tiny`, `embedded:smollm2` (from its wheel), a local directory or GGUF file,
-    a URL, or a hub id (from the local cache, or from storage or the hub); of a GGUF file in storage
-    or in a hub repository, with its path. Raises ModelUnavailable if only the hub cannot be
+    a URL, or a hub id (from the local cache, or from storage or the hub). A GGUF file in storage or
+    in a hub repository is named with its path. Raises ModelUnavailable if only the hub cannot be
     reached, StorageError if only the storage cannot, ConfigError if the name is no model or the
     wheel is missing.
 
     Args:
-        part: "target" or "draft"; `embedded:` names have both.
+        part: "target" or "draft", since an `embedded:` name stands for both.
     """
     return _find(name, part)
 
 
 def download_metadata(name: str, part: str) -> Path:
-    """Return the local directory of a model as `download` does, but without downloading weights.
+    """Return the local directory of a model as `download` does, but without its weights.
 
-    A GGUF file that is named itself comes whole: it holds the config and the tokenizer.
+    A GGUF file is downloaded whole, since it holds the config and the tokenizer.
     """
     return _find(name, part, WEIGHT_GLOBS)
 
@@ -251,7 +251,7 @@ def _context_before_scaling(config: Any) -> str:
 
 
 def cpu_model_len(config: JobConfig) -> int:
-    """Return the longest sequence of an engine on a CPU. On a GPU it depends on the card's memory."""
+    """Return the maximum sequence length of an engine on a CPU. On a GPU it depends on the card's memory."""
     limits, speculative, execution = (
         model_limits(config.model),
         config.speculative,
@@ -262,7 +262,7 @@ def cpu_model_len(config: JobConfig) -> int:
 
 
 def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Refuse models that cannot work, from configs and headers only; no weights are read.
+    """Check from configs and headers alone that the models can work; no weights are read.
 
     Raises ConfigError naming model.target, model.draft, model.max_model_len, model.chat_template,
     speculative.datastore or speculative.draft_vocab.
@@ -336,11 +336,11 @@ def draft_paths(model: ModelConfig, speculative: SpeculativeConfig) -> list[Path
 
 
 def draft_versions(model: ModelConfig) -> tuple[str, ...]:
-    """Return for each draft a text that is another one once its weights are others. Raises as download does.
+    """Return for each draft a text that changes when its weights do. Raises as download does.
 
-    No weights are read. Names, sizes and times tell those of a local directory, which another
-    machine's copy need not share. The directory of a download is named by its content, and embedded
-    drafts are those of the package.
+    No weights are read. For a local directory it is made from names, sizes and times, which may
+    differ for a copy on another machine. The directory of a download is named by its content, and
+    embedded drafts are identified by the package.
     """
     return tuple(_draft_version(name) for name in model.drafts)
 

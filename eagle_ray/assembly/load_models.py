@@ -79,7 +79,8 @@ def load_target(
     On a CPU torch's threads may be reduced to as many as speed the target up.
 
     Args:
-        tokenizer: the target's, which names tokens that end an answer; None reads it.
+        tokenizer: tokenizer of the target, which defines end-of-answer tokens; None reads it from
+            the files.
         ranks: group of this process, which loads its own part; None loads all.
     """
     args = args or EngineArgs()
@@ -142,7 +143,7 @@ def load_draft(
     """Load the weights that the method reads from model.draft, if any. Raises as build_engine_from_config does.
 
     Args:
-        ranks: as of load_target; they may share the draft.
+        ranks: group of this process, as for load_target; ranks may share the draft.
     """
     if not reads_draft(speculative.merged_methods, model.drafts):
         return None
@@ -193,9 +194,9 @@ def check_kernels(model: ModelConfig) -> None:
 
 
 def refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
-    """Raise UnfitDevice if there is a reason why Triton's kernels or CUDA graphs do not run.
+    """Raise UnfitDevice with the reasons why Triton's kernels or CUDA graphs do not run, if there are any.
 
-    Sums over ranks by NCCL are no reason: there are GPUs without a fast path between them.
+    Sums over ranks by NCCL are accepted, since some GPUs have no fast path between them.
     """
     texts = [
         f"{name} are off ({reasons[name]})"
@@ -210,7 +211,7 @@ def refuse_fallbacks(reasons: Mapping[str, str | None]) -> None:
 
 
 def device_type(model: ModelConfig) -> str:
-    """Return where the model is loaded on this machine: cuda or cpu."""
+    """Return the type of device that this machine loads the model on: cuda or cpu."""
     if model.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return model.device
@@ -228,9 +229,9 @@ def runs_on_gpu(config: JobConfig) -> bool:
 def prepare_cpu(
     causal_lm: CausalLM, draft: nn.Module | None, max_rows: int, start: StartLog
 ) -> bool:
-    """Prepare memory and kernels of a CPU for passes of up to max_rows rows; prompts may have any length.
+    """Prepare a CPU's memory and kernels for passes of up to max_rows rows; prompts may have any length.
 
-    Returns whether passes compute in the team.
+    Return whether passes compute in our own team of threads.
     """
     models = [causal_lm, draft]
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
@@ -277,10 +278,10 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
 
 
 def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> torch.dtype:
-    """Return the dtype in which the target would be loaded.
+    """Return the dtype in which load_target would load the target.
 
     Args:
-        path, config: the target's directory and config.
+        path, config: directory and config of the target.
     """
     if model.dtype == "auto" and model.quantization == "fp8":
         return torch.bfloat16
@@ -292,7 +293,7 @@ def planned_dtype(model: ModelConfig, device: str, path: Path, config: Any) -> t
 def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
     """Return why the target's weights, or one rank's part of them, do not fit on a GPU; None if they fit.
 
-    Free memory is not looked at, which would take some on each of the GPUs.
+    Only the GPU's size counts, not its free memory: reading that would allocate some on each GPU.
     """
     path = download(model.target, "target")
     config = load_config(path)
@@ -307,8 +308,8 @@ def why_too_large(needed: int, total: int, num_ranks: int) -> str | None:
     """Return why weights of this size do not fit on a GPU, or None if they fit.
 
     Args:
-        needed: bytes of its weights.
-        total: bytes of the GPU.
+        needed: bytes of the weights.
+        total: bytes of the GPU's memory.
     """
     room = int(MEMORY_SHARE * total)
     if needed <= room:

@@ -4,13 +4,13 @@
     plan.slots, plan.kv_tokens                  # 256, 412000
     plan.describe()                             # "a worker takes 71.2 GiB: target 15.0 GiB, draft ..."
 
-`model_memory` plans for the models that a start has loaded, and for checkpoints; both by this
-arithmetic. On a GPU `auto` gives the cache what is left of MEMORY_SHARE of the card, or of the
-worker's share of it, after the weights, one pass's tensors, the CUDA graphs, and what `EngineSizes`
-counts besides: the contexts that prompt chunks gather, sums of attention, copies of logits,
-features and drafts. There are as many slots, up to MAX_SLOTS, as sequences of USUAL_TOKENS fit. On
-a CPU `auto` is CPU_SLOTS slots, and a cache in which each finds room for a sequence of the
-guaranteed length, or one sequence of CPU_SEQUENCE_TOKENS.
+`model_memory` uses this arithmetic for loaded models and for checkpoints. On a GPU `auto` gives the
+KV cache the rest of MEMORY_SHARE of the card, or of the worker's share of it, after the weights,
+one pass's tensors, the CUDA graphs, and the tensors that `EngineSizes` counts: contexts that prompt
+chunks gather, partial sums of attention, copies of logits, features and drafts. The number of slots
+is that of sequences of USUAL_TOKENS that fit, up to MAX_SLOTS. On a CPU `auto` is CPU_SLOTS slots,
+and a cache with room for a sequence of the guaranteed length in each, or for one sequence of
+CPU_SEQUENCE_TOKENS.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ TRIE_NODE_BYTES = 500
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory in which a worker is planned.
+    """The memory that a worker is planned for.
 
     Attributes:
-        total: bytes of its first GPU, or its share of a machine's memory.
-        free: bytes that are free before its models are loaded.
-        others_room: bytes for layers of the target on its other GPUs.
-        on_gpu: whether this is a GPU's.
+        total: bytes of the worker's first GPU, or of its share of a machine's memory.
+        free: bytes that are free before the worker's models are loaded.
+        others_room: bytes for layers of the target on the worker's other GPUs.
+        on_gpu: whether this is a GPU's memory.
     """
 
     total: int
@@ -65,14 +65,14 @@ class DeviceMemory:
     ) -> DeviceMemory:
         """Return the memory of an engine that has a share of a GPU and has loaded this many bytes of weights there.
 
-        Engines with the other shares may have taken theirs, or not yet.
+        Engines with the GPU's other shares may or may not have allocated theirs already.
         """
         free, total = torch.cuda.mem_get_info(device)
         of_share = int(share * total)
         return cls(of_share, min(free + loaded, of_share), others_room)
 
     def of_rank(self, num_ranks: int) -> DeviceMemory:
-        """Return the memory of one of a worker's ranks: a GPU of its own, or a share of the machine's."""
+        """Return the memory of one rank of a worker: a whole GPU, or a share of the machine's memory."""
         if num_ranks == 1:
             return self
         share = 1 if self.on_gpu else num_ranks
@@ -80,37 +80,36 @@ class DeviceMemory:
 
     @property
     def reserve(self) -> int:
-        """Return the bytes of a card that no worker plans with."""
+        """Return the bytes of a card that plans leave unused."""
         return self.total - int(MEMORY_SHARE * self.total) if self.on_gpu else 0
 
     @property
     def room(self) -> int:
-        """Return the bytes that the worker may take, other GPUs left out."""
+        """Return the bytes that the worker may use on this device, without its other GPUs."""
         return self.free - self.reserve
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes of one worker by use.
+    """The bytes that one worker needs, by use, and the slots and KV tokens that they allow.
 
     Attributes:
-        lengths: lengths of its sequences.
-        target, draft: weights.
-        kv_per_token: keys and values of a token of the cache.
-        feature_per_token: what else a token of the cache takes.
-        per_slot: queued features, drafts and logits of a slot.
-        passes: tensors of the largest pass that do not depend on slots.
-        graphs, graphs_per_slot: executables of CUDA graphs, and how many more each slot needs.
-        scores: logits and log-probabilities of a pass over continuations.
-        trie_per_slot: trie of continuations of a slot whose sequence has the guaranteed length; 0
-            on a GPU, whose memory holds none.
-        process: Python and its packages; 0 on a GPU's machine, or if it is not known.
-        memory: where all this is put; None if it is not known.
-        slots: sequences that run at once.
+        lengths: lengths of the worker's sequences.
+        target, draft: bytes of the weights.
+        kv_per_token: bytes of keys and values per cached token.
+        feature_per_token: bytes of stored features per cached token.
+        per_slot: bytes of queued features, drafts and logits per slot.
+        passes: bytes of the largest pass's tensors that do not depend on the slots.
+        graphs, graphs_per_slot: bytes of CUDA graph executables, and further bytes per slot.
+        scores: bytes of logits and log-probabilities of a pass that scores continuations.
+        trie_per_slot: bytes of the trie of continuations of a sequence of the guaranteed length; 0
+            on a GPU, since tries are in host memory.
+        process: bytes of Python and its packages; 0 on a GPU's machine, or if unknown.
+        memory: memory that the worker is planned for; None if unknown.
+        slots: number of sequences that run at once.
         kv_tokens: KV tokens of all slots together, in whole blocks; None lets each slot be full.
-        is_planned: the KV tokens were chosen by the memory that there is.
-        sizes: sizes of an engine on a GPU, from which attention's sums follow; None if there are
-            none.
+        is_planned: whether the KV tokens were chosen by the available memory.
+        sizes: sizes of an engine on a GPU, for attention's partial sums; None on a CPU.
     """
 
     lengths: SequenceLengths
@@ -142,7 +141,7 @@ class MemoryPlan:
         memory: DeviceMemory | None = None,
         process: int = 0,
     ) -> MemoryPlan:
-        """Return the plan for one slot.
+        """Return the plan of a worker with one slot; `sized` adds the slots.
 
         Args:
             of_pass: bytes of a pass's tensors on a GPU; None on a CPU.
@@ -167,7 +166,7 @@ class MemoryPlan:
         )
 
     def sized(self, slots: int | Auto, kv_tokens: int | Auto | None) -> MemoryPlan:
-        """Return the plan for these settings, which are kept where they are not auto.
+        """Return the plan with slots and KV tokens: the given numbers, or chosen ones where they are auto.
 
         Raises EngineError if they are auto and not even one sequence fits.
         """
@@ -200,12 +199,12 @@ class MemoryPlan:
         return self.for_slots // (length * self.per_token + self._bytes_of_slot)
 
     def tokens_left_by(self, slots: int) -> int:
-        """Return the KV tokens, in whole blocks, for which this many slots leave room."""
+        """Return the KV tokens, in whole blocks, that fit next to this many slots."""
         left = replace(self, slots=slots).for_slots - slots * self._bytes_of_slot
         return left // self.per_token // BLOCK_SIZE * BLOCK_SIZE
 
     def tokens_that_fit(self, slots: int) -> int:
-        """Return the most KV tokens with which this many slots fit if both are set; 0 if none do."""
+        """Return the largest kv_tokens that a user could set together with this many slots; 0 if none fit."""
         return max(int(self.tokens_left_by(slots) / self.margin) - BLOCK_SIZE, 0)
 
     def with_slots(self, slots: int) -> MemoryPlan:
@@ -213,17 +212,17 @@ class MemoryPlan:
         return self.sized(slots, slots * self.lengths.of_guaranteed)
 
     def smallest(self, minimum: Callable[[Sequence[int]], list[int]]) -> MemoryPlan:
-        """Return the plan with the fewest slots and KV tokens of all ranks, which have the same sequences.
+        """Return the plan with the minimum of slots and KV tokens over all ranks, which run equal sequences.
 
         Args:
-            minimum: returns the smallest of all ranks' numbers.
+            minimum: returns the minimum of a number over all ranks.
         """
         slots, kv_tokens = minimum([self.slots, self.kv_tokens or 0])
         return replace(self, slots=slots, kv_tokens=None if self.kv_tokens is None else kv_tokens)
 
     @property
     def per_token(self) -> int:
-        """Return the bytes of a token of the cache."""
+        """Return the bytes per cached token."""
         return self.kv_per_token + self.feature_per_token
 
     @property
@@ -233,12 +232,12 @@ class MemoryPlan:
 
     @property
     def sums(self) -> int:
-        """Return the bytes of attention's sums over parts of contexts."""
+        """Return the bytes of attention's partial sums (flash decoding)."""
         return 0 if self.sizes is None else self.sizes.sums(self.lengths, self.slots)
 
     @property
     def for_slots(self) -> int:
-        """Return the bytes that slots and their KV cache may take."""
+        """Return the bytes that remain for slots and their KV cache."""
         room = 0 if self.memory is None else self.memory.room
         fixed = self.passes + self.scores + self.sums + self.graphs + self.process
         return room - (self.target - self.elsewhere) - self.draft - fixed
@@ -250,7 +249,7 @@ class MemoryPlan:
 
     @property
     def all_scores(self) -> int:
-        """Return the bytes of a pass over continuations, and of all slots' tries."""
+        """Return the bytes for scoring continuations: the logits of a pass, and the tries of all slots."""
         return self.scores + self.slots * self.trie_per_slot
 
     @property
@@ -260,23 +259,23 @@ class MemoryPlan:
 
     @property
     def pool_tokens(self) -> int:
-        """Return the tokens of the KV cache, a block for padding included."""
+        """Return the tokens that the KV cache has memory for, with the block for padding."""
         tokens = self.slots * self.lengths.full if self.kv_tokens is None else self.kv_tokens
         return (1 + tokens // BLOCK_SIZE) * BLOCK_SIZE
 
     @property
     def pool(self) -> int:
-        """Return the bytes of all keys and values."""
+        """Return the bytes of the KV cache."""
         return self.pool_tokens * self.kv_per_token
 
     @property
     def of_slots(self) -> int:
-        """Return the bytes of features, drafts and logits."""
+        """Return the bytes of all slots' features, drafts and logits."""
         return self.slots * self.per_slot + self.pool_tokens * self.feature_per_token
 
     @property
     def total(self) -> int:
-        """Return all bytes of the worker."""
+        """Return the bytes that the worker needs in all."""
         fixed = self.passes + self.all_scores + self.sums + self.all_graphs + self.process
         return self.target + self.draft + self.pool + self.of_slots + fixed
 
@@ -289,7 +288,7 @@ class MemoryPlan:
 
     @property
     def margin(self) -> float:
-        """Return the factor by which the first of several GPUs reserves more for KV tokens that are set."""
+        """Return the safety factor on user-set KV tokens: above 1 if the target is spread over several GPUs."""
         return KV_MARGIN if self.memory is not None and self.memory.others_room else 1.0
 
     @property

@@ -3,8 +3,8 @@
     plan_memory(causal_lm, weights, speculative, args)            # a start's: of loaded models
     plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)      # doctor's
 
-On a GPU a pass's tensors are measured, as vLLM does, if a start's settings are auto, and estimated
-otherwise.
+On a GPU, a start whose settings are auto measures the tensors of a pass, as vLLM does. Otherwise
+they are estimated.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ def plan_memory(
     args: EngineArgs,
     has_ranks: bool = False,
 ) -> MemoryPlan:
-    """Return the plan of an engine over models in memory, and log a GPU's, whose pass is measured if a setting is auto.
+    """Return the memory plan of an engine over loaded models. On a GPU it is logged, and a pass is
+    measured if a setting is auto.
 
     Raises ConfigError if args.kv_tokens are too few for one sequence's tree, UnfitDevice if not
-    even one fits.
+    even one sequence fits.
 
     Args:
-        has_ranks: the target is one rank's part.
+        has_ranks: whether the target is one rank's part.
     """
     assert args.max_model_len is not None, "`within` sets it to the target's own"
     device, parts = causal_lm.device, drafts_of(weights)
@@ -116,15 +117,15 @@ def plan_checkpoint(
     process: int = 0,
     num_ranks: int = 1,
 ) -> MemoryPlan | None:
-    """Return the memory plan of one worker, or of one rank, by its files. None if weights are missing.
+    """Return the memory plan of one worker, or of one rank, from files alone. None if weights are missing.
 
     Args:
-        target, drafts: directories.
+        target, drafts: directories of the models.
         shape: the target's config.
-        device: cpu or cuda.
+        device: type of device: cpu or cuda.
         dtype: dtype of weights and cache.
-        memory: None: the slots and tokens are a CPU's.
-        process: bytes before anything is loaded.
+        memory: memory to plan for; None plans the default slots and tokens of a CPU.
+        process: bytes of the process before models are loaded.
         num_ranks: number of ranks of the worker.
 
     Raises:
@@ -182,7 +183,7 @@ def model_text(causal_lm: CausalLM) -> str:
 
 
 def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
-    """Return the bytes that the first of several GPUs keeps for keys and values, before they can be planned."""
+    """Return the bytes that the first of several GPUs keeps free for the KV cache while the target is placed."""
     assert args.max_model_len is not None, "`within` sets it to the target's own"
     tokens = usual_slots(args.slots, on_gpu=True) * (
         USUAL_TOKENS if args.kv_tokens == "auto" else args.max_model_len
@@ -196,7 +197,8 @@ def reserved_bytes(causal_lm: CausalLM, args: EngineArgs) -> int:
 
 
 def process_bytes(device: str) -> int:
-    """Return the bytes of a worker on this device before it loads models, as of this process, which has its imports."""
+    """Return the bytes of a worker's process before it loads models, measured on this process,
+    which has equal imports."""
     return psutil.Process().memory_info().rss if device == "cpu" else 0
 
 
@@ -206,7 +208,7 @@ def profile_pass(
     num_tokens: int,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Measure the bytes of tensors of a pass over num_tokens prompt tokens and of LOGIT_ROWS rows of logits."""
+    """Measure the bytes that a pass over num_tokens prompt tokens and LOGIT_ROWS rows of logits allocates."""
     each = max(num_tokens // PROFILE_PROMPTS, 1)
     target = TargetModel(
         model, PROFILE_PROMPTS, each + 1, feature_layers=feature_layers, kv_dtype=kv_dtype
@@ -240,7 +242,7 @@ def weight_bytes(model: nn.Module, outside: torch.device | None = None) -> int:
     """Return the bytes of a model's weights, packed ones included.
 
     Args:
-        outside: count only weights that are not on this device.
+        outside: device whose weights are not counted; None counts all.
     """
     sizes = [p.nbytes for p in model.parameters() if p.device != outside]
     on_gpu = (

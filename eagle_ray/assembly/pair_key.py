@@ -1,4 +1,4 @@
-"""pair_key: a key for a pair of target and draft, under which this machine stores costs and acceptance."""
+"""pair_key: identify a pair of target and draft, to store its costs and acceptance on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from eagle_ray.engine.engine import Engine
 
 
 def pair_key(engine: Engine, speculative: SpeculativeConfig) -> dict[str, object]:
-    """Return the shapes of an engine's models and the bounds of its trees, by name, wherever the models lie."""
+    """Return the shapes of an engine's models and the bounds of its trees, by name. It is
+    independent of the models' paths."""
     config = engine.target.model.config.to_dict()
     return {
         "target": {name: value for name, value in config.items() if name != "_name_or_path"},

@@ -1,4 +1,4 @@
-"""Count the weights of a target from its configuration, and what a pass reads of them, by its MemoryPlan."""
+"""Count the weights of a target and what one pass reads of them, from its config and memory plan."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 
 
 def pair_sizes(shape: Any, dtype: torch.dtype, plan: MemoryPlan, num_ranks: int) -> PairSizes:
-    """Return the sizes of a pair on a GPU, or on one of those that share it.
+    """Return the sizes of target and drafts on one GPU, from which the time of a pass is estimated.
 
     Args:
-        shape: the target's configuration.
+        shape: configuration of the target.
         dtype: dtype of its activations.
-        plan: the memory of one worker, or of one rank.
+        plan: memory plan of one worker, or of one rank.
     """
     model = empty_model(shape, dtype)
     embedding = input_embedding(model).weight

@@ -28,11 +28,11 @@ from eagle_ray.models.loader import (
 
 
 def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: bool) -> None:
-    """Place the target over the first num_gpus devices.
+    """Place the target's layers on the first num_gpus devices.
 
     Args:
         reserved: bytes of the first GPU that are kept for the KV cache.
-        is_firm: fail if they do not fit, instead of shrinking them.
+        is_firm: whether to fail if they do not fit, instead of reducing them.
 
     Raises:
         ConfigError: there are not as many devices.
@@ -58,7 +58,7 @@ def dispatch_layers(causal_lm: CausalLM, num_gpus: int, reserved: int, is_firm: 
 
 
 def check_spread(config: PretrainedConfig, num_gpus: int) -> None:
-    """Raise ConfigError if a target of this config cannot be spread over several GPUs."""
+    """Raise ConfigError if a target with this config cannot be spread over several GPUs."""
     family = FAMILIES.get(config.model_type)
     if family is not None and family.why_own:
         raise ConfigError(
@@ -95,7 +95,7 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
 
 
 def room_beside(sizes: Sequence[int], room: Sequence[int]) -> int:
-    """Return the bytes that stay free in all, at least: a device may waste up to one layer's size."""
+    """Return a lower bound on the bytes that stay free over all devices: each may waste up to one layer's size."""
     return max(0, sum(room) - sum(sizes) - len(room) * max(sizes))
 
 

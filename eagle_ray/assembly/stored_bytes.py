@@ -42,8 +42,8 @@ def target_bytes_of(
 
     Args:
         shape: the target's config.
-        model: its dtype and quantization are read.
-        num_ranks: each has its part of the tensors that ranks share, and the whole of the others.
+        model: configuration whose dtype and quantization are used.
+        num_ranks: number of ranks. A rank has its part of shared tensors, and all others whole.
     """
     sizes = _tensor_bytes(target, shape, dtype, device, model)
     if sizes is None or num_ranks == 1:
@@ -134,9 +134,10 @@ def _is_restored_block(block_type: BlockType) -> bool:
 
 
 def is_restored(quantized: Mapping[str, Any], device: str) -> bool:
-    """Return whether a checkpoint's codes, a byte for each weight, become dense weights in memory.
+    """Return whether a checkpoint's 8-bit weights are dequantised in memory because the device has no kernel for them.
 
-    A GPU has no kernel for 8-bit codes, nor for FP8 with a scale for each of some blocks, and a CPU none for FP8.
+    A GPU has no kernel for 8-bit codes, nor for FP8 with some block sizes, and a CPU has none for
+    FP8.
 
     Args:
         quantized: the checkpoint's quantization_config.
@@ -171,7 +172,7 @@ def _loaded(header: TensorHeader, dtype: torch.dtype | None) -> int:
 
 
 def packed_copy_bytes(target: Path, shape: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a packed lm_head, a second copy of the embedding that it is tied to."""
+    """Return the bytes of a packed lm_head: if it is tied to the embedding, packing makes a second copy."""
     size = shape.vocab_size * shape.hidden_size
     is_tied = LM_HEAD not in (text_headers(target) or {})
     return size * dtype.itemsize if is_tied and size >= min_weights_of(dtype) else 0

@@ -1,7 +1,7 @@
-"""TargetFacts of a target's files: what it is called, what it was made from and its shapes, for the catalogue of heads.
+"""Read TargetFacts from a target's files: its names, its base models and its shapes, to find heads in the catalogue.
 
-facts_in("hermes-3", Path("/models/hermes-3"))
-# TargetFacts(name='hermes-3', ids=(..., 'models/hermes-3'), base_models=('meta-llama/Llama-3.1-8B',), ...)
+facts_in("hermes-3", Path("/models/hermes-3")) # TargetFacts(name='hermes-3', ids=(...,
+'models/hermes-3'), base_models=('meta-llama/Llama-3.1-8B',), ...)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def facts_in(name: str, directory: Path) -> TargetFacts:
     """Return the facts about a target in its directory. Raises EngineError if config.json cannot be read.
 
     Args:
-        name: as the user names the target.
+        name: name that the user gives the target.
     """
     config = read_object(directory, CONFIG)
     text_config = config.get("text_config")
@@ -74,7 +74,7 @@ def read_facts(name: str, directory: Path | None) -> TargetFacts:
     """Return the facts about a target. Without a local directory only its name is known.
 
     Args:
-        directory: where its files are; None if they are nowhere on this machine.
+        directory: directory of its files; None if they are not on this machine.
     """
     if directory is None:
         return TargetFacts.named(name)

@@ -1,12 +1,12 @@
-"""Ranks of one engine: how many there are, how rank 0 starts the others, and what those run.
+"""Start the tensor-parallel ranks of one engine: their number, the processes, and what they run.
 
     size = num_ranks(model, speculative, args)          # tensor_parallel, checked before anything is loaded
     member = launch_ranks(model, speculative, args, size)  # rank 0; the others load their parts of the target meanwhile
     bundle = ...                                        # built from this rank's part, with member.lockstep
 
-A follower builds the same engine over its own part, and then does what rank 0 says: it adds, aborts
-and steps. Measured costs, plans and times are rank 0's. If a follower fails, the whole engine
-stops.
+A follower (any rank but 0) builds an equal engine over its own part of the target, and then repeats
+rank 0's commands: add, abort, step. Only rank 0 measures costs and times and makes plans. If a
+follower fails, the whole engine stops.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BUILD = "eagle_ray.assembly.assemble", "build_rank"  # the function that builds 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of an engine."""
+    """This process's rank of an engine, with the agreements that ranks make while they start."""
 
     ranks: RankGroup
     lockstep: Lockstep
@@ -60,13 +60,14 @@ class Rank:
         return self.lockstep.is_leader
 
     def waits(self, start: StartLog) -> AbstractContextManager[None]:
-        """Record the time spent waiting for the other ranks as a part of the start."""
+        """Time a context in the start's log as waiting for the other ranks."""
         return start.part(
             "ranks", f"waiting for the other {self.ranks.size - 1} of {self.ranks.size} ranks"
         )
 
     def agree_on_kernels(self, device: torch.device) -> None:
-        """Let all ranks run Triton's kernels, or none: they compute other bits than the portable path."""
+        """Turn Triton's kernels off on all ranks unless all can run them, since the portable path
+        computes other bits."""
         runs_kernels = use_triton(device)
         if self.ranks.minimum([runs_kernels]) == [False] and runs_kernels:
             turn_off(UnfitDevice("another rank runs none"))
@@ -74,7 +75,7 @@ class Rank:
             together.add(self.ranks)
 
     def reserve_sums(self, max_rows: int, hidden_size: int) -> None:
-        """Make what sums of the largest pass need, before the rest of a GPU's memory is planned.
+        """Allocate the buffers for sums over ranks in the largest pass, before the rest of a GPU's memory is planned.
 
         Raises RankError if a rank is lost.
         """
@@ -110,7 +111,8 @@ class Rank:
 
 
 def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs) -> int:
-    """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do."""
+    """Return the number of ranks of an engine. Raises ConfigError, with the numbers that work, if
+    they cannot share the target."""
     wanted, num_seen = (
         args.tensor_parallel,
         torch.cuda.device_count() if device_type(model) == "cuda" else 0,
@@ -126,12 +128,12 @@ def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineAr
 
 @dataclass(frozen=True, slots=True)
 class SharedTarget:
-    """A target that ranks are to share, and how many of them can, as its config and the names of its files tell.
+    """Finds out, from config and file names, how many ranks can share a target.
 
     Attributes:
-        model: its quantization is read.
+        model: configuration whose quantization is used.
         path: directory of the target; weights may be missing.
-        has_draft: whether a draft with weights is read.
+        has_draft: whether there is a draft with weights.
     """
 
     model: ModelConfig
@@ -146,11 +148,12 @@ class SharedTarget:
         kind_of: Callable[[int], str] | None,
         why_no_room: Callable[[int], str | None],
     ) -> int:
-        """Return the ranks of an engine. Raises ConfigError if they cannot share the target, with what would do.
+        """Return the number of ranks of an engine. Raises ConfigError, with the numbers that work,
+        if they cannot share the target.
 
         Args:
             num_seen: GPUs that the engine's process sees; 0 on a CPU.
-            kind_of: returns a GPU's kind; None if they cannot be seen from here.
+            kind_of: returns a GPU's kind; None if GPUs are not visible from here.
             why_no_room: returns why a GPU has no room for one of this number of ranks, or None if
                 it has.
         """
@@ -173,7 +176,7 @@ class SharedTarget:
 
     @property
     def sizes(self) -> list[int]:
-        """Return every number of ranks that can share the target, 1 among them."""
+        """Return every number of ranks that can share the target, including 1."""
         return (
             [1]
             if self._why_whole() is not None
@@ -240,9 +243,9 @@ class SharedTarget:
 def launch_ranks(
     model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs, size: int
 ) -> Rank:
-    """Start the other ranks of an engine, and return this process's, rank 0.
+    """Start the processes of the other ranks and return this process's rank, 0.
 
-    On a CPU they share its threads until its lockstep is closed.
+    On a CPU the ranks share this process's threads until the lockstep is closed.
     """
     check_device(model)
     num_threads = torch.get_num_threads()
@@ -270,7 +273,7 @@ def launch_ranks(
 
 
 def run_follower() -> None:
-    """Run a process that `lead` has started."""
+    """Run a follower's process, which rank 0 has started."""
     faulthandler.enable()
     log.setLevel(logging.WARNING)
     be_follower(_follow)
@@ -291,7 +294,7 @@ def _follow(start: FollowerStart, pipe: Connection) -> None:
 
 
 class Commands:
-    """Commands from rank 0 to a follower. Each is a method of this class."""
+    """The commands that rank 0 sends to a follower; each is a method of this class."""
 
     def __init__(self, engine: Engine, lockstep: Follower):
         self._engine, self._lockstep = engine, lockstep
@@ -300,7 +303,7 @@ class Commands:
         self._keeping = ExitStack()
 
     def run(self) -> None:
-        """Run the leader's commands until its pipe closes, which raises EOFError."""
+        """Execute commands until rank 0's pipe closes, which raises EOFError."""
         while True:
             name, arguments = self._lockstep.command()
             getattr(self, name)(*arguments)

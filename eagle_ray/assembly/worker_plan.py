@@ -41,10 +41,10 @@ class WorkerPlan:
     """The workers of a job, or the replicas of an endpoint.
 
     Attributes:
-        min_workers, max_workers: how many there are at the start, and at most.
+        min_workers, max_workers: number of workers at the start, and maximum number.
         num_gpus: GPUs of each worker, all on one node; a share of one GPU, or whole ones.
-        threads: CPU threads of each.
-        accelerator_type: kind of its GPUs, or None for any.
+        threads: CPU threads of each worker.
+        accelerator_type: kind of the GPUs, or None for any.
     """
 
     min_workers: int = 1
@@ -65,14 +65,14 @@ class WorkerPlan:
         """Return the workers of a job.
 
         Args:
-            device: model.device.
+            device: value of model.device.
             nodes: resources of each node.
-            num_rows: more workers than rows would be idle; None if the rows are not known.
-            max_threads: most threads of one worker, if the user set it.
+            num_rows: number of rows, since more workers would be idle; None if unknown.
+            max_threads: maximum threads of one worker, if the user set it.
 
         Raises:
-            ClusterUnfit: no node has such GPUs at all.
-            ClusterError: there are too few, which may pass: a lost node may come back.
+            ClusterUnfit: no node has enough such GPUs.
+            ClusterError: there are too few at the moment; a lost node may come back.
         """
         number: Any = execution.actors
         if execution.is_elastic and execution.workers is not None:
@@ -104,7 +104,8 @@ class WorkerPlan:
 
     @property
     def ray_options(self) -> dict[str, Any]:
-        """Return Ray's options for a worker. CPUs are for reading and writing; engines divide them by threads."""
+        """Return Ray's options for a worker. They reserve CPUs for reading and writing; engines
+        divide CPUs by threads."""
         kind = {"accelerator_type": self.accelerator_type} if self.accelerator_type else {}
         return {"num_gpus": self.num_gpus, "num_cpus": 0} | kind
 
@@ -121,7 +122,8 @@ class WorkerPlan:
 
 
 def threads_wanted(environ: Mapping[str, str]) -> int | None:
-    """Return OMP_NUM_THREADS if the user set it. A Ray job's driver always finds Ray's own 1 there."""
+    """Return OMP_NUM_THREADS if the user set it, else None. In the driver of a Ray job it is always
+    1, which Ray has set."""
     wanted = environ.get("OMP_NUM_THREADS", "")
     return (
         int(wanted)
@@ -281,5 +283,6 @@ def _too_few_gpus(
 
 
 def usual_slots(slots: int | Auto, on_gpu: bool) -> int:
-    """Return the slots to count on where the worker's card cannot be seen: the setting, or the most that auto gives."""
+    """Return the slots to expect of a worker whose GPU is not visible here: the setting, or the
+    maximum that auto gives."""
     return slots if slots != "auto" else MAX_SLOTS if on_gpu else CPU_SLOTS

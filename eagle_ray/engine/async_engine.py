@@ -80,7 +80,7 @@ class LoopMailbox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRequest:
-    """A sequence handed to the thread, and the future that waits for it."""
+    """A sequence that was submitted to the engine's thread, and the future that waits for it."""
 
     sequence: Sequence
     future: asyncio.Future
@@ -102,14 +102,14 @@ class PendingRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingCall:
-    """A function of the engine to call between two steps, and the future of its result."""
+    """A function that the engine's thread calls between two steps, and the future of its result."""
 
     work: Callable[[Engine], Any]
     future: asyncio.Future
     post: LoopMailbox
 
     def run(self, engine: Engine) -> None:
-        """Resolve the future from the engine's thread."""
+        """Call the function in the engine's thread and resolve the future."""
         try:
             result = self.work(engine)
         except Exception as error:
@@ -128,7 +128,7 @@ Command = tuple[Callable[[Any], None], PendingRequest | PendingCall]
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Use of the engine at a moment.
+    """Slots and KV blocks in use at one moment.
 
     Attributes:
         num_running: sequences that hold a slot.
@@ -149,8 +149,8 @@ class StepLoop:
         calls: requests in flight, by sequence.
         error: reason why requests are refused; None while they are not.
         is_over: set once the thread has ended or will never return from a step.
-        lock: guards `error` and the entries of `calls`: a call is put into the inbox, or noted as in
-            flight, only while no error is set.
+        lock: guards `error` and the entries of `calls`: a call enters the inbox, or is recorded as
+            in flight, only while no error is set.
     """
 
     def __init__(self, engine: Engine):
@@ -163,7 +163,7 @@ class StepLoop:
         self._last: tuple[EngineCounters, Occupancy] | None = None
 
     def run(self) -> None:
-        """Step until the end is in the inbox or a step fails. Then free the engine's memory."""
+        """Run steps until the inbox has the end marker or a step fails. Then free the engine's memory."""
         try:
             self._step_until_end()
         finally:
@@ -193,9 +193,10 @@ class StepLoop:
         release_memory()
 
     def give_up(self, reason: str) -> None:
-        """Fail all requests, from another thread: the step of the engine's thread waits for a lost rank.
+        """Fail all requests from another thread, because the engine's thread is stuck in a step
+        that waits for a lost rank.
 
-        If the step returns after all, the thread finds that its calls are answered, and ends.
+        If the step returns after all, the thread finds its calls answered, and ends.
         """
         if not self.is_over.is_set():
             self._fail_all(EngineError(f"the engine failed: {reason}"))
@@ -247,7 +248,7 @@ class StepLoop:
         call.run(self._alive)
 
     def abort(self, call: PendingRequest) -> None:
-        """Abort a request. Ignored if it is answered, or was refused as a second request of one sequence."""
+        """Abort a request. Ignored if it is answered already, or was refused as a second request for one sequence."""
         if self.calls.get(call.sequence) is call:
             self.calls.pop(call.sequence, None)
             self._alive.abort(call.sequence)
@@ -282,10 +283,10 @@ class StepLoop:
 
 
 class AsyncEngine:
-    """Owns the engine: no other code may step it. close() ends the thread; requests in flight get EngineError.
+    """Runs an engine in a thread and owns it: no other code may step it. close() ends the thread.
 
-    The thread ends, too, once nothing refers to the AsyncEngine. The engine's memory is freed with
-    its thread.
+    Requests in flight get EngineError then. The thread also ends once nothing refers to the
+    AsyncEngine. The engine's memory is freed with its thread.
     """
 
     def __init__(self, engine: Engine):
@@ -309,7 +310,7 @@ class AsyncEngine:
         Cancelling the caller frees the sequence's slot at the next step.
 
         Raises:
-            RequestError: the sequence failed with it.
+            RequestError: the sequence has failed.
             EngineError: the engine has ended.
             Exception: what Engine.add raises.
         """
@@ -348,9 +349,10 @@ class AsyncEngine:
             answer.cancel()
 
     async def compile_grammar(self, sequence: Sequence) -> None:
-        """Compile the sequence's grammar, if it has one and that has not been done. Raises as Engine.add does.
+        """Compile the sequence's grammar in advance, if it has one that is not compiled yet. Raises as Engine.add does.
 
-        generate and stream do so, too. A compilation that has not begun ends with its caller.
+        generate and stream compile it, too. A compilation that has not begun is cancelled with its
+        caller.
         """
         engine = self.inner
         if engine is not None and sequence.grammar_spec is not None and sequence.grammar is None:

@@ -65,7 +65,7 @@ MIN_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSetting:
-    """A step to run: `num_nodes` nodes of each of `batch_size` sequences are verified, roots included.
+    """The sizes of a step to measure: `num_nodes` nodes of each of `batch_size` sequences are verified, roots included.
 
     Attributes:
         width, depth: width and depth of the draft.
@@ -80,7 +80,8 @@ class CalibrationSetting:
 
 
 class ScriptedPlanner:
-    """Plans what it is set to and keeps the outcome. A smaller draft is padded to the set size.
+    """A planner that plans the step set by its caller and stores its outcome. A smaller draft is
+    padded to the set size.
 
     Args:
         num_children: children drafted per node; None is the draft's width.
@@ -115,7 +116,11 @@ class ScriptedPlanner:
 
 
 class TimeBudget:
-    """Seconds that measuring may take, counted from the construction. clock returns seconds; tests pass their own."""
+    """Seconds that measuring may take, counted from construction.
+
+    Args:
+        clock: returns seconds; tests pass their own.
+    """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self.seconds = seconds
@@ -133,8 +138,8 @@ def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCos
     The engine is left idle, with its counters unchanged.
 
     Args:
-        budget: None is BUDGET_S of the device; at most three steps exceed it, and four steps that
-            every curve needs.
+        budget: time limit; None is the device's BUDGET_S. The four steps that every curve needs
+            always run, and at most three steps exceed the limit.
     """
     device = engine.target.device.type
     budget = budget or TimeBudget(BUDGET_S[device])
@@ -153,7 +158,7 @@ def calibrate_costs(engine: Engine, budget: TimeBudget | None = None) -> StepCos
 
 
 def warm_up(engine: Engine) -> None:
-    """Take an idle engine's first steps, plain and with drafts, so that one-time work precedes requests."""
+    """Run an idle engine's first steps, plain and with drafts, so that one-time work is done before requests arrive."""
     with calibration_mode(engine, scripted_planner(engine)) as bench:
         bench.run_step(CalibrationSetting(1, 1, 0, 0))
         if engine.num_spec_tokens:
@@ -161,8 +166,9 @@ def warm_up(engine: Engine) -> None:
 
 
 def scripted_planner(engine: Engine) -> ScriptedPlanner:
-    """Return a planner whose drafts use the graphs that will be replayed, with top_k children per
-    node, and that asks for lookups alone if the drafter makes no others.
+    """Return a ScriptedPlanner whose drafts replay the engine's graphs, with top_k children per node.
+
+    Its plans ask for lookups alone if the drafter has no model.
     """
     drafter = engine.drafter
     return ScriptedPlanner(
@@ -175,7 +181,8 @@ def scripted_planner(engine: Engine) -> ScriptedPlanner:
 def calibration_mode(
     engine: Engine, set_planner: ScriptedPlanner, distinct_prompts: bool = False
 ) -> Iterator[CalibrationRun]:
-    """Run scripted steps on an idle engine. Afterwards it is idle again, and its counters and drafter are unchanged.
+    """Open a context for scripted steps on an idle engine. Afterwards it is idle, with its counters
+    and drafter unchanged.
 
     Args:
         distinct_prompts: as for CalibrationRun.
@@ -198,11 +205,11 @@ def calibration_mode(
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSizes:
-    """The settings to measure for an engine with num_slots slots and trees within the given bounds.
+    """The steps to measure for an engine with num_slots slots and trees within the given bounds.
 
     Attributes:
-        widths: returns the widths of replayed levels for a number of sequences, the widest last;
-            None where levels are not replayed and cost what their rows do.
+        widths: returns the widths of replayed draft levels for a number of sequences, the widest
+            last. None if levels are not replayed, so that a level costs what its rows cost.
     """
 
     num_slots: int
@@ -211,18 +218,19 @@ class CalibrationSizes:
     widths: Callable[[int], list[int]] | None = None
 
     def needed(self) -> list[CalibrationSetting]:
-        """Return the steps of one sequence that every curve needs."""
+        """Return the steps with one sequence that every curve needs."""
         return [*self._steps_of(1), *self._trees_of(1, self._nodes_of(1)[-1:])]
 
     def trees(self) -> list[CalibrationSetting]:
-        """Return a few more trees of one sequence."""
+        """Return further tree sizes to measure with one sequence."""
         return self._trees_of(1, [n for n in FIRST_TREE_SIZES if n in self._nodes_of(1)[:-1]])
 
     def batches(self) -> list[list[CalibrationSetting]]:
-        """Return the steps of batch sizes BATCH_STEP times apart and of all slots; one empty list for one slot.
+        """Return the steps of batch sizes BATCH_STEP times apart, up to all slots, as one list per batch size.
 
-        The widest drafts of one batch size show the cost of a level by rows; those of larger
-        batches take long. A level that is replayed is measured as wide as it is recorded.
+        With one slot there is one empty list. The widest drafts of one batch size show the cost of
+        a level by its rows; those of larger batches would take too long. A replayed level is
+        measured at the width of its recording.
         """
         sizes = []
         size = BATCH_STEP
@@ -245,8 +253,8 @@ class CalibrationSizes:
         return batches or [[]]
 
     def all(self) -> Iterator[CalibrationSetting]:
-        """Yield for each batch size a plain step, one level, wider drafts, a small tree, and trees
-        of more and more rows.
+        """Yield all steps by batch size: a plain step, one level, wider drafts, a small tree, and
+        trees of more and more rows.
 
         A batch size is repeated before the next one begins, since new sequences have to compute
         their prompts.
@@ -267,7 +275,7 @@ class CalibrationSizes:
 
     @property
     def small_tree(self) -> CalibrationSetting:
-        """Return the setting that measures contexts with more than one row per sequence."""
+        """Return the step with small trees that measures the cost of long contexts for several rows per sequence."""
         num_nodes = min(SMALL_TREE, self.bounds.num_nodes) if self.bounds.max_depth > 1 else 2
         return CalibrationSetting(
             self.num_slots, num_nodes, min(2, self.bounds.top_k), min(2, self.bounds.max_depth)
@@ -303,7 +311,7 @@ class CalibrationSizes:
 
 
 def max_rows(num_slots: int, max_nodes: int) -> int:
-    """Return the rows of the largest pass to measure."""
+    """Return the number of rows of the largest pass to measure."""
     return max(MEASURED_ROWS_PER_SLOT * num_slots, 1 + max_nodes)
 
 
@@ -313,7 +321,7 @@ def max_concurrent(scheduler: Scheduler, length: int) -> int:
 
 
 def context_sizes(scheduler: Scheduler, distinct_prompts: bool) -> tuple[int, int]:
-    """Return the tokens of a long prompt, and how many sequences at most are measured behind such prompts.
+    """Return the tokens of a long prompt, and how many sequences at most are measured with such prompts.
 
     Args:
         distinct_prompts: as for CalibrationRun.
@@ -326,23 +334,24 @@ def context_sizes(scheduler: Scheduler, distinct_prompts: bool) -> tuple[int, in
 
 
 def measured_sizes(engine: Engine) -> dict[str, int]:
-    """Return the sizes to measure on this engine. Caches with enough room have equal sizes."""
+    """Return the sizes to measure on this engine. They are equal for all KV caches that are large enough."""
     length, behind_context = context_sizes(engine.scheduler, has_distinct_prompts(engine))
     short = max_concurrent(engine.scheduler, SHORT_PROMPT)
     return {"sequences": short, "context": length, "behind_context": behind_context}
 
 
 def has_distinct_prompts(engine: Engine) -> bool:
-    """Return whether measured sequences need distinct prompts: a GPU would reuse a shared one from its cache."""
+    """Return whether measured sequences need distinct prompts. On a GPU they do, since it would
+    reuse a shared prompt's cache."""
     return engine.target.device.type == "cuda"
 
 
 def catch_up_steps(batch_size: int, device: str, max_depth: int) -> int:
-    """Return how many plain steps to run before a draft, so that it has tokens to catch up on and that is timed.
+    """Return how many plain steps to run before a draft, so that the draft first reads the tokens of these steps.
 
-    On a CPU the pass that reads them must have at most WARM_ROWS rows: a larger one compiles a
-    kernel, and its time says little. On a GPU no more tokens may wait than a replayed draft reads,
-    because an extra pass would read the others.
+    The time of reading them is measured, too. On a CPU that pass must have at most WARM_ROWS rows:
+    a larger one compiles a kernel, which distorts its time. On a GPU no more tokens may wait than a
+    replayed draft reads, because an extra pass would read the others.
     """
     limit = WARM_ROWS // batch_size - 2 if device == "cpu" else max_depth - 2
     return max(min(CATCH_UP_STEPS, limit), 1)
@@ -352,9 +361,9 @@ class CalibrationRun:
     """An engine with synthetic sequences, and the seconds measured so far, by rows.
 
     Args:
-        planner: the engine's.
-        distinct_prompts: every sequence has a long prompt, and so blocks, of its own. Short ones
-            always differ.
+        planner: the engine's planner.
+        distinct_prompts: whether every sequence gets a long prompt of its own, and so its own KV
+            blocks. Short prompts always differ.
 
     Attributes:
         temperature: temperature of new sequences.
@@ -385,21 +394,21 @@ class CalibrationRun:
         return max_concurrent(self._engine.scheduler, length)
 
     def run(self, settings: Iterable[CalibrationSetting], budget: TimeBudget | None = None) -> None:
-        """Run the settings in order until the budget is spent. Without a budget run all of them."""
+        """Run the steps in order until the budget is spent. Without a budget run all of them."""
         for setting in settings:
             if budget is not None and budget.is_spent:
                 return
             self._record(setting, self.run_step(setting))
 
     def run_contexts(self, tree: CalibrationSetting, budget: TimeBudget) -> None:
-        """Run steps behind a long prompt; those with more than one row per sequence only while the budget lasts.
+        """Run steps with long prompts; those with several rows per sequence only while the budget lasts.
 
         On a CPU all sequences share one prompt, computed once, but each sequence reads its blocks
         again. A GPU would find shared blocks in its cache, so there each sequence has its own
         prompt, and fewer sequences run if they do not fit.
 
         Args:
-            tree: the setting of these steps; its batch size is lowered if fewer long prompts fit.
+            tree: sizes of these steps; the batch size is lowered if fewer long prompts fit.
         """
         length, limit = context_sizes(self._engine.scheduler, self._distinct_prompts)
         batch_size = min(tree.batch_size, limit)
@@ -445,7 +454,8 @@ class CalibrationRun:
             self._read[bisect_left(BUCKETS, outcome.pair_rows)].append(outcome)
 
     def costs(self) -> StepCosts:
-        """Return the curves. Without `run_contexts` cached tokens cost nothing: later steps correct the whole pass."""
+        """Return the measured cost curves. Without `run_contexts`, cached tokens cost nothing until
+        later steps correct that."""
         attend, attend_row = self._contexts()
         each = seconds_per_sequence(self._verify)
         read = self._read_curve()

@@ -5,19 +5,18 @@
     picks = controlled.picks(logits, sampling, rows)                  # -1 for rows of other sequences
 
 Each row is sampled from logits that are adjusted by the row's own path. The copy of the trees to
-the host starts before the target's pass, so on a GPU the host works out the adjustments while the
-pass runs. `picks` needs the tokens of the step before, which may be read after `of`: then a
-sequence may have finished meanwhile, and its rows are left out. Nothing is read of other sequences'
-rows.
+the host starts before the target's pass, so on a GPU the host computes the adjustments while the
+pass runs. `picks` needs the tokens of the previous step, which may be read after `of`. A sequence
+that finished with them is left out. Rows of other sequences are not read.
 
     chains = GrammarChains.of(batch, max_tokens)                 # None if no sequence has a grammar
     plan = chains.without_long(plan)                              # the head need not draft where a chain is long
     draft = chains.fit(draft, batch, plan)
 
-Where a grammar leaves no choice of text, the tokens that spell it are a draft that no head need
-make, and so are the white space and punctuation between them, which an output repeats. They are
-drafted in plain steps, too: a step with a chain costs the rows of its pass and nothing else. The
-target picks only what the grammar allows, so a forbidden candidate of the head would waste a row.
+Where a grammar allows only one text, its tokens are drafted without a head, and so are white space
+and punctuation that the output has used before. Such a chain is drafted in plain steps, too: it
+costs rows of the pass and nothing else. The target samples only what the grammar allows, so a
+forbidden candidate of the head would waste a row.
 
 Reading the candidates waits for a device, so chains are for steps on a CPU that are not replayed.
 On a GPU they are missing. A step there is launched before the tokens of the one before are read,
@@ -53,7 +52,7 @@ from eagle_ray.tree.tree_merge import extra_log_values, merge_trees
 
 
 class ControlledRows:
-    """The controlled sequences of one step and the copy of their trees to the host. Use `of` to build it."""
+    """The sequences of one step that have controls, and the copy of their trees to the host. Built by `of`."""
 
     def __init__(
         self, members: list[int], sequences: list[TokenSequence], trees: DeviceToHost | None
@@ -69,8 +68,8 @@ class ControlledRows:
         """Return the rows of sequences with controls, or None if there are none.
 
         Args:
-            keep: the nodes that are verified.
-            num_nodes: at least the number of kept nodes of each tree.
+            keep: true for the nodes that are verified.
+            num_nodes: upper bound on the kept nodes of a tree.
         """
         members = batch.controlled
         if not members:
@@ -117,7 +116,7 @@ class ControlledRows:
 
 
 def paths_of(tokens: list[int], parents: list[int], valid: list[int]) -> Paths:
-    """Return each valid node's tokens from below the root down to the node; valid nodes are a prefix."""
+    """Return for each valid node the tokens on its path, without the root's. Valid nodes come before invalid ones."""
     paths: Paths = []
     for node in range(sum(valid)):
         paths.append([*paths[parents[node]], tokens[node]] if node else [])
@@ -125,7 +124,7 @@ def paths_of(tokens: list[int], parents: list[int], valid: list[int]) -> Paths:
 
 
 def synced(sequence: TokenSequence) -> ControlState:
-    """Return the state of the sequence's controls after its committed tokens."""
+    """Update the state of a sequence's controls to its committed tokens and return it."""
     state = sequence.controls
     assert state is not None
     state.sync(sequence.output_ids)
@@ -140,14 +139,14 @@ def sample_adjusted(
     seq: Int[Tensor, " C"],
     positions: Int[Tensor, " C"],
 ) -> Int[Tensor, " C"]:
-    """Return the token that the target samples after each of some rows with controls.
+    """Return the token that the target samples after each row, under the controls of the row's sequence.
 
     Args:
-        logits: logits of the target, which are not changed. The rows of few sequences are copied at
+        logits: logits of the target, which are not changed. They are copied for a few sequences at
             a time.
-        sequences: state and paths of each sequence; the paths of all are as many as the rows, in
-            their order.
-        seq, positions: see sampler.sample.
+        sequences: state and paths of each sequence; together they have as many paths as there are
+            rows, in the order of the rows.
+        seq, positions: sequence and position of each row, as in sampler.sample.
     """
     picks = []
     start = 0
@@ -177,7 +176,7 @@ def _groups_of(
 
 
 def slow_and_spent(grammars: Mapping[int, GrammarState]) -> tuple[list[int], list[int]]:
-    """Return the keys of slow grammars, and the keys of those that have used up their parser time."""
+    """Return the indices of sequences with a slow grammar, and of those whose grammar has used up its parser time."""
     slow = [i for i, grammar in grammars.items() if grammar.budget.is_slow]
     spent = [i for i, grammar in grammars.items() if grammar.budget.is_spent]
     return slow, spent
@@ -193,11 +192,11 @@ LONG_CHAIN = 2  # tokens of a chain after which a head's draft would not pay
 
 @dataclass(frozen=True, slots=True)
 class GrammarChains:
-    """The tokens that grammars predict for the sequences of a batch.
+    """The tokens that grammars predict for the sequences of a batch, as drafts.
 
     Attributes:
         chains: predicted tokens of each sequence; empty without a grammar.
-        grammars: grammars by place in the batch.
+        grammars: grammars by index in the batch.
     """
 
     chains: list[list[PredictedToken]]
@@ -208,8 +207,7 @@ class GrammarChains:
         """Return the chains of a batch, or None if no sequence has a grammar.
 
         Args:
-            max_tokens: most tokens of a chain, at most as many as the engine's deepest and largest
-                draft has.
+            max_tokens: maximum tokens of a chain, no more than the engine's largest draft has.
         """
         grammars = grammars_of(batch)
         if not grammars:
@@ -225,7 +223,10 @@ class GrammarChains:
         return cls(chains, grammars)
 
     def without_long(self, plan: DraftPlan) -> DraftPlan:
-        """Return the plan for the sequences without a long chain. A probe is run as it is planned."""
+        """Return the plan without the sequences whose chain is long, so that the head does not draft for them.
+
+        A probe is not changed.
+        """
         if plan.probe or not plan.is_drafting:
             return plan
         short = tuple(i for i, chain in enumerate(self.chains) if len(chain) < LONG_CHAIN)
@@ -234,7 +235,7 @@ class GrammarChains:
         return plan.restrict_to(short)
 
     def fit(self, draft: Draft, batch: DecodeBatch, plan: DraftPlan) -> Draft:
-        """Return the draft with the chains, and with forbidden candidates behind all others."""
+        """Return the draft with the chains added, and with candidates that a grammar forbids ranked last."""
         pruned = self._pruned(draft, batch) if draft.depth else draft
         if not any(self.chains):
             return pruned
@@ -261,7 +262,7 @@ class GrammarChains:
 
 
 def grammars_of(batch: DecodeBatch) -> dict[int, GrammarState]:
-    """Return the grammars of a batch's sequences, by place in the batch."""
+    """Return the grammars of a batch's sequences, by index in the batch."""
     return {
         i: sequence.grammar
         for i, sequence in enumerate(batch.sequences)

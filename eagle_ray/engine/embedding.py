@@ -30,11 +30,11 @@ from eagle_ray.planner.planner import UniformPlanner
 
 
 class EmbeddingEngine(Engine):
-    """A target, a pooler and the sequences in flight.
+    """An engine that computes the embeddings of prompts.
 
     Args:
         max_model_len: maximum tokens of a prompt, special tokens included.
-        prefill_tokens: see Engine.
+        prefill_tokens: maximum prompt tokens per step.
     """
 
     def __init__(

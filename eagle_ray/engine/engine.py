@@ -77,28 +77,27 @@ Answer = TypeVar("Answer")
 
 
 class Engine:
-    """A target, a drafter and the sequences in flight.
+    """Continuous batching with speculative decoding: a target, a drafter, a planner and the sequences in flight.
 
     Args:
         max_model_len: maximum tokens of a sequence, prompt and output.
         bounds: bounds of the draft trees of any plan; NO_TREE for plain decoding. Their depth is
             the length of the acceptance statistics, and graphs are recorded for the largest trees.
-        prefill_tokens: maximum prompt tokens per step, so that no prompt stalls decoding sequences.
-            On a CPU twice as many are hardly faster.
+        prefill_tokens: maximum prompt tokens per step, so that long prompts do not stall decoding
+            sequences. On a CPU twice as many are hardly faster.
         graphs: replays steps of fixed shapes; None runs every step as it is. The drafter must
             support it (`engine.verify.unsupported_reason`).
         grammars: compiles the grammars of sequences; None refuses them.
         overlap: launch a step before the previous one is read, if there are graphs.
 
     Attributes:
-        lockstep: lets the engines of other ranks do what this one does, or this one what rank 0's
-            does.
-        why_unordered_sums: why NCCL adds what ranks on GPUs compute, not symmetric memory in the
-            order of the ranks; None if it does, or there is one rank.
+        lockstep: keeps the engines of all ranks in step with rank 0's.
+        why_unordered_sums: reason why GPU ranks add their results by NCCL and not in the order of
+            the ranks by symmetric memory; None if they do, or with one rank.
         drafts_grammars: tokens that grammars predict are drafted.
         uses_team: steps compute in the team of the process's threads (kernels/team.h).
         mixed_prefill: prompt chunks and decoding rows share a pass; only without graphs.
-        is_intact: no step has raised. False during a step.
+        is_intact: whether no step has raised. False during a step.
     """
 
     def __init__(
@@ -174,8 +173,9 @@ class Engine:
         """Run one speculative step for every running sequence and return the sequences that finished or failed.
 
         Invariant: the last committed token is not in the KV cache; it is the root of the next draft
-        tree. If a step raises, from a stop_check or a listener too, the engine is left in the
-        middle of it and cannot be used again. The planner may raise: see drop_planner.
+        tree. If a step raises, even from a stop_check or a listener, the engine is left in the
+        middle of it and cannot be used again. Only an error of the planner is handled: see
+        drop_planner.
         """
         with torch.inference_mode(), cpu_ops.team(self.uses_team):
             return self._step()
@@ -233,14 +233,14 @@ class Engine:
             self.lockstep.close()
 
     def order_for_throughput(self) -> None:
-        """Admit sequences from now on in an order and in groups that serve throughput, not latency."""
+        """From now on, admit sequences in an order and in groups that favour throughput over latency."""
         self.lockstep.tell("order_for_throughput")
         self.scheduler.order_for_throughput()
         if not self.mixed_prefill:
             self.scheduler.group_admissions()
 
     def compile_grammar(self, sequence: Sequence) -> None:
-        """Compile the sequence's grammar, if it has one and that has not been done. Any thread may call this.
+        """Compile the sequence's grammar in advance, if it has one that is not compiled yet. Any thread may call this.
 
         Raises RequestError naming the kind of a grammar that cannot be compiled.
         """
@@ -264,7 +264,7 @@ class Engine:
     # What the drafter has learned.
 
     def reset_learning(self) -> None:
-        """Let the drafter start as in a new engine."""
+        """Discard everything that the drafter has learned."""
         self.lockstep.tell("reset_learning")
         self.drafter.reset_learning()
 
@@ -274,17 +274,18 @@ class Engine:
         return self.drafter.state()
 
     def load_learned(self, state: Mapping[str, Tensor]) -> None:
-        """Let the drafter go on from a state. Raises ValueError as Drafter.load_state does."""
+        """Restore the drafter's learned state. Raises ValueError as Drafter.load_state does."""
         self.lockstep.tell("load_learned", dict(state))
         self.drafter.load_state(state)
 
     def lookup_hits(self, batch: DecodeBatch) -> tuple[int, int] | None:
-        """Return `Drafter.lookup_hits` of a batch. The planner calls it from `plan`."""
+        """Return `Drafter.lookup_hits` of a batch's new text. The planner calls it from `plan`."""
         self._has_lookup_hits = True
         return self.drafter.lookup_hits(batch.at, batch.sequences)
 
     def drop_planner(self, error: Exception) -> None:
-        """Decode plainly from now on because the planner failed. A planner changes no output, so no sequence fails."""
+        """Decode plainly from now on because the planner failed. No sequence fails, since a planner
+        does not affect outputs."""
         self.planner = UniformPlanner(NO_TREE)
         if self.counters.planner_error is None:
             self.counters.planner_error = f"{type(error).__name__}: {one_line(error)}"
@@ -541,7 +542,7 @@ class Engine:
         return finish
 
     def launch_prefill(self) -> Prefill | None:
-        """Launch this step's prompt chunks in a pass of their own."""
+        """Launch this step's prompt chunks as a separate pass."""
         now = time.monotonic()
         prefill = self._next_prefill()
         if prefill is None:

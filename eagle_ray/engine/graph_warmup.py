@@ -1,4 +1,4 @@
-"""Capture graphs before the first request instead of while serving.
+"""Capture CUDA graphs before the first request instead of while serving.
 
     graphs = graphs_for(target, drafter)             # None if steps are not replayed
     capture(engine)                                  # a planner that may choose any plan within the engine's bounds
@@ -6,10 +6,11 @@
 
 `capture` records every pass that such a planner can ask for, on padding alone: plain passes of
 every batch size, passes over trees of every number of trees and rows, and the parts of drafts of
-every size and width. With Triton's kernels that is one graph each; without, one for each context
-bound and for greedy and for sampled sequences. `capture_fixed` takes steps with the planner itself
-and records the passes that read pending pairs, however many. What is not reached within CAPTURE_S,
-and passes that return log-probabilities, are captured at their first use.
+every size and width. With Triton's kernels that is one graph each; without them, one for each
+context bound and for greedy and for sampled sequences. `capture_fixed` runs steps with the planner
+itself and records the passes that read pending pairs, for any number of pairs. Passes that
+CAPTURE_S leaves no time for, and those that return log-probabilities, are captured at their first
+use.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ TEMPERATURES = 0.0, 1.0
 
 
 def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
-    """Return the graph runner: on a GPU if nothing prevents it, or as EAGLE_RAY_GRAPHS=off or on says.
+    """Return the graph runner, or None if steps are not replayed: on a GPU where possible, or as
+    EAGLE_RAY_GRAPHS=off or on says.
 
     On a CPU `on` runs padded passes of fixed shapes without being faster, for tests.
     """
@@ -67,7 +69,7 @@ def graphs_for(target: TargetModel, drafter: Drafter) -> CudaGraphRunner | None:
 def capture(engine: Engine) -> None:
     """Capture all passes that an idle engine may need, for any plan within its bounds.
 
-    The drafter has learned nothing then: what is captured drafts on padding.
+    The drafter learns nothing from it, since it drafts on padding.
     """
     engine.lockstep.tell("capture")
     graphs = _graphs(engine)
@@ -90,7 +92,7 @@ def capture_fixed(engine: Engine) -> None:
 
 
 def capture_pairs(engine: Engine) -> None:
-    """Capture the passes that read pending pairs, however many, on every rank."""
+    """Capture, on every rank, the passes that read pending pairs, for any number of pairs."""
     engine.lockstep.tell("capture_pairs")
     graphs = _graphs(engine)
     parts = [part for bound in graphs.contexts for part in engine.drafter.pair_recordings(bound)]
@@ -98,7 +100,7 @@ def capture_pairs(engine: Engine) -> None:
 
 
 class ProxyPlanner(ScriptedPlanner):
-    """Plans as a planner with a fixed plan does, for the set number of sequences."""
+    """A ScriptedPlanner that asks another planner, one with a fixed plan, for every plan."""
 
     def __init__(self, planner: Planner) -> None:
         super().__init__()

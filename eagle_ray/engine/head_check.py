@@ -1,17 +1,17 @@
-"""HeadCheck: compare the acceptance of a head's first drafts with what is on record, and warn if it is too low.
+"""HeadCheck: warn if a head's first drafts are accepted far less often than recorded for it.
 
     engine.head_check = HeadCheck(promised=0.83)     # share of drafts whose first token the target takes
     ...
     engine.counters.draft_warning                    # None, or what is wrong with the head
 
-A head of another base model, or one that reads other features than it was trained on, changes no
-output: it only costs time, and nothing shows it. So the first drafts are counted: in how many of
-them the target's next token is among the head's own candidates for it. What look-ups add to a tree
-does not count. Nor do drafts for sequences whose next token few heads would know: sampled at a high
-temperature, or held to a grammar or to other controls.
+A head of another base model, or one that gets other features than in its training, changes no
+output. It only costs time, which would go unnoticed. So the first drafts are counted: in how many
+of them the target's next token is among the head's own candidates. Looked-up candidates do not
+count, nor do drafts for sequences that few heads can predict: those sampled at a high temperature,
+and those with a grammar or other controls.
 
-A head is named as soon as its share is certainly too low, which takes some 25 drafts if none is
-accepted. After MAX_DRAFTS of them nothing is counted any more.
+The warning comes as soon as the share is certainly too low, which takes some 25 drafts if none is
+accepted. Counting ends after MAX_DRAFTS.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ CAUSES = (
 
 
 class HeadCheck:
-    """The count of a head's first drafts.
+    """Counts how many of a head's first drafts are accepted, and warns if that share is too low.
 
     Args:
-        promised: share of drafts whose first token was taken, by the record of the pair or of the
-            head; None if there is none.
+        promised: recorded share of drafts whose first token the target took, for this pair or head;
+            None if there is no record.
     """
 
     def __init__(self, promised: float | None = None):
@@ -56,7 +56,7 @@ class HeadCheck:
 
     @property
     def min_share(self) -> float:
-        """Return the share below which a head is named."""
+        """Return the share of accepted drafts below which a warning is given."""
         return max(MIN_SHARE, PROMISE_SHARE * (self._promised or 0.0))
 
     @property
@@ -65,11 +65,11 @@ class HeadCheck:
         return self._num_drafts >= MAX_DRAFTS
 
     def add(self, taken: Iterable[bool], num_accepted: Iterable[int]) -> str | None:
-        """Count one step's drafts. Return a sentence about the head if its share is certainly too low.
+        """Count one step's drafts. Return a warning about the head if its share is certainly too low, else None.
 
         Args:
             taken: for each draft, whether the target's token was among the first level's.
-            num_accepted: accepted drafts of each, what was looked up included.
+            num_accepted: accepted tokens of each draft, looked-up ones included.
         """
         drafts = [*taken]
         self._num_drafts += len(drafts)
@@ -87,7 +87,7 @@ class HeadCheck:
     def launched(
         self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, result: VerifyResult
     ) -> DraftsUnderWay | None:
-        """Start counting a launched step. Return None if it needs no count."""
+        """Start counting a launched step. Return None if the step has no drafts to count."""
         return DraftsUnderWay.of(batch, plan, draft, result)
 
     def _expected(self) -> str:
@@ -97,14 +97,15 @@ class HeadCheck:
 
 
 class DraftsUnderWay:
-    """Counts of a launched step for HeadCheck, while they are copied to the host."""
+    """Counts of a launched step for HeadCheck, on their way from the device to the host."""
 
     def __init__(self, rows: list[int], taken: Bool[Tensor, " R"]):
         self.rows = rows
         self._copy = DeviceToHost(taken)
 
     def read(self) -> list[bool]:
-        """Return, for each of the rows, whether the target's token was among the first level's."""
+        """Wait for the counts. Return for each counted sequence whether the target's token was
+        among the first level's."""
         (taken,) = self._copy.read()
         return taken
 
@@ -115,7 +116,7 @@ class DraftsUnderWay:
         """Return the counts of a step, or None if the head drafted for none of its sequences.
 
         Args:
-            draft: as it was verified, with the nodes that were looked up.
+            draft: the draft as verified, including looked-up nodes.
         """
         if not draft.num_passes:
             return None
@@ -129,7 +130,7 @@ class DraftsUnderWay:
 
 
 def is_typical(sequence: Any) -> bool:
-    """Return whether a head should know a sequence's next token."""
+    """Return whether a head should be able to predict a sequence: no grammar, no controls, no high temperature."""
     is_free = sequence.grammar_spec is None and sequence.controls is None
     params = sequence.sampling
     return is_free and (params.is_greedy or params.temperature <= MAX_JUDGED_TEMPERATURE)
@@ -138,7 +139,7 @@ def is_typical(sequence: Any) -> bool:
 def first_taken(
     tree: DraftTree, tokens: Int[Tensor, "B D1"], rows: Int[Tensor, " R"]
 ) -> Bool[Tensor, " R"]:
-    """Return whether the first token of each of these rows is among the children of the tree's root."""
+    """Return for each row whether the target's first token is among the children of the tree's root."""
     is_child = (tree.depths[rows] == 1) & tree.valid[rows]
     return (is_child & (tree.tokens[rows] == tokens[rows, :1])).any(1)
 

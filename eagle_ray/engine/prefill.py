@@ -37,7 +37,10 @@ from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of, sample
 
 
 class DraftPrefixState:
-    """What the drafter needs of cached blocks: one entry per block, overwritten when the block is filled again."""
+    """Per KV block, what the drafter needs if a prompt reuses the block from the prefix cache.
+
+    There is one entry per block, overwritten when the block is filled again.
+    """
 
     def __init__(self, blocks: BlockManager):
         self._blocks = blocks
@@ -47,7 +50,7 @@ class DraftPrefixState:
         self._reads_all = [False] * blocks.num_slots
 
     def fill(self, chunks: list[PromptChunk], features: Float[Tensor, "R H"]) -> None:
-        """Keep the target's features of rows that end a block."""
+        """Store the target's features of the rows that end a block."""
         if self.last_features is None:
             num_blocks = self._blocks.num_blocks
             hidden_size = features.shape[1]
@@ -75,8 +78,8 @@ class DraftPrefixState:
     def read(self, chunks: list[PromptChunk], drafting: bool) -> list[int]:
         """Record whether the drafter reads the chunks, and return the first position that each may attend to.
 
-        The chunks are recorded in their order, as one may reuse blocks that another fills in this
-        pass.
+        The chunks are recorded in their order, because a chunk may reuse blocks that an earlier one
+        fills in this pass.
         """
         firsts = []
         for chunk in chunks:
@@ -128,14 +131,15 @@ class DraftPrefixState:
 
 @dataclass(slots=True)
 class Prefill:
-    """One pass over prompt chunks, from the chunks to the first tokens on their way to the host.
+    """One pass over prompt chunks: its inputs, and the first tokens that it samples, on their way to the host.
 
     Attributes:
         chunks: prompt chunks of the pass.
         batch: the chunks as the target's input.
-        drafting: the drafter reads the prompts in this pass, and not only when it drafts.
+        drafting: whether the drafter reads the prompts in this pass already, not only when it
+            drafts.
         sequences: sequences whose first token the pass samples.
-        ended: sequences whose prompt ends in the pass, so that they decode from now on: those of
+        ended: sequences that decode after the pass, because their prompt ends in it: those of
             `sequences` that are not scored first, then preempted ones.
         roots: last tokens of `ended`.
     """
@@ -150,11 +154,12 @@ class Prefill:
 
     @property
     def num_rows(self) -> int:
-        """Return the prompt rows of the pass."""
+        """Return the number of prompt rows in the pass."""
         return sum(self.batch.lengths)
 
     def start_copy(self, logits: Float[Tensor, "P V"], tokens: Int[Tensor, " P"]) -> None:
-        """Start the copy of the tokens that are sampled from these logits, one for each chunk that ends a prompt."""
+        """Sample the first tokens from these logits, one row for each ended prompt, and start their
+        copy to the host."""
         self.sequences = [chunk.sequence for chunk in self.chunks if chunk.needs_sample]
         wants_logprobs = False
         num_tops = 0
@@ -213,7 +218,7 @@ class Prefill:
 
 
 class Prefiller:
-    """Runs one step's prompt chunks, whose slots and blocks are reserved."""
+    """Runs one step's prompt chunks through target and drafter. Their slots and blocks are already reserved."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, prefill_tokens: int):
         """Make a prefiller for a target and its drafter.
@@ -242,12 +247,12 @@ class Prefiller:
         return Prefill(chunks, batch, drafting)
 
     def run(self, prefill: Prefill) -> None:
-        """Run the chunks through target and drafter in a pass of their own, and sample the first tokens."""
+        """Run the chunks through target and drafter in a separate pass, and sample the first tokens."""
         passed = retry_portable(lambda: self._target.prefill(prefill.batch))
         self.finish(prefill, passed)
 
     def finish(self, prefill: Prefill, passed: TargetOutput) -> None:
-        """Do everything that follows the target's pass over these prompts."""
+        """Complete the prompts after the target's pass: drafter, prefix cache and first tokens."""
         chunks = prefill.chunks
         prompts = prefill.batch
         logits = passed.logits

@@ -1,8 +1,8 @@
-"""Plain decoding, slow and obvious: the oracle that every clever path is held equal to.
+"""Plain decoding, slow and obvious: the oracle that tests compare every fast path with.
 
-One prompt at a time, one token a pass, transformers' own attention and cache. Shares with the
-engine only the pick, whose noise is a function of (seed, position, token). Controls are applied by
-`controlled_logits`, one token at a time.
+One prompt at a time, one token a pass, transformers' own attention and cache. It shares only the
+sampler with the engine, whose noise is a function of (seed, position, token). Controls are applied
+by `controlled_logits`, one token at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from eagle_ray.sampling.sampler import sample
 
 @dataclass(frozen=True, slots=True)
 class PlainOutput:
-    """One decoded prompt.
+    """The output of plain decoding for one prompt.
 
     Attributes:
         ids: output ids, EOS included.
-        reachable: for each output id, the tokens that floating-point error could have made it.
-            Outputs of two exact implementations may first differ only in one of these.
+        reachable: for each output id, the tokens that could have been sampled instead within
+            floating-point error. Two exact implementations may first differ only in one of these.
     """
 
     ids: list[int]
@@ -111,10 +111,10 @@ def controlled_logits(
     ends: Collection[int],
     reasoning: ReasoningIds | None = None,
 ) -> Float[Tensor, " V"]:
-    """Return the logits after controls, computed token by token. Tests hold the engine's `Adjustments` equal to it.
+    """Return the logits after controls, computed token by token. Tests compare the engine's `Adjustments` with it.
 
     Args:
-        ends: EOS and stop tokens.
+        ends: ids of EOS and stop tokens.
         reasoning: the markers of the reasoning that params.thinking_budget bounds.
     """
     adjusted = logits.float().clone()
@@ -158,7 +158,7 @@ def controlled_logits(
 
 
 def forced_token(output_ids: list[int], budget: int | None, reasoning: ReasoningIds) -> int | None:
-    """Return the token that must come next, if the reasoning has `budget` tokens or more and is not closed."""
+    """Return the next token of the closing marker if the reasoning has used up its `budget` tokens, else None."""
     if budget is None:
         return None
     openings = [ids for ids in reasoning.openings if tuple(output_ids[: len(ids)]) == ids]

@@ -38,15 +38,15 @@ GROUP_STEPS = 7
 
 
 class Scheduler:
-    """Owns the slots of a block manager and gives its blocks to sequences.
+    """Decides which sequences hold the slots and KV blocks of a block manager, and what each step computes.
 
     Args:
         prefill_tokens: maximum prompt tokens per step.
-        tree_positions: past a sequence's cached tokens, those that a drafting step may write; a
+        tree_positions: positions past a sequence's cached tokens that a drafting step may write; a
             plain step writes one.
         eos_ids: tokens that end a sequence.
-        num_gathered: positions that a chunk of n rows behind a context makes each layer gather;
-            None gathers nothing.
+        num_gathered: returns the positions that each layer gathers for a chunk behind a context;
+            None if this device gathers none.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
 
     @property
     def max_solo_length(self) -> int:
-        """Return the length up to which a sequence that runs alone can draft to its end."""
+        """Return the length up to which a sequence that runs alone always has KV blocks for its draft trees."""
         return self._blocks.num_blocks * self._blocks.size - self._tree_positions
 
     def max_concurrent(self, tokens: int) -> int:
@@ -118,27 +118,27 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def score_room(self, sequence: Sequence) -> int:
-        """Return the positions behind the sequence's prompt that one slot can have."""
+        """Return how many positions of a slot remain behind the sequence's prompt, for scoring its continuations."""
         blocks = self._blocks
         return min(blocks.capacity, blocks.num_blocks * blocks.size) - len(sequence.prompt_ids)
 
     def scoring(self) -> list[Sequence]:
-        """Return the running sequences of whose continuations rows are left to compute, oldest first."""
+        """Return the running sequences that have rows of continuations left to score, oldest first."""
         return [s for s in self.running.values() if s.status is SequenceStatus.SCORING]
 
     def order_for_throughput(self) -> None:
-        """Admit sequences in the order of a ThroughputQueue from now on."""
+        """From now on, admit sequences in the order of a ThroughputQueue."""
         queue = ThroughputQueue(self._blocks.size)
         for sequence in self._waiting:
             queue.add(sequence)
         self._waiting = queue
 
     def group_admissions(self) -> None:
-        """Let prompts wait for others from now on, at most GROUP_STEPS steps.
+        """From now on, let prompts wait for others so that they are computed together, for at most GROUP_STEPS steps.
 
-        They wait while the batch lacks less than one GROUP_SHARE-th of its sequences, and while the
-        prompts that it has room for, each as long as the last one, do not fill a step's prefill
-        budget.
+        They wait while the batch is nearly full (it lacks less than one GROUP_SHARE-th of its
+        sequences) and while the prompts that fit, each as long as the last one, do not fill a
+        step's prefill budget.
         """
         self._max_wait_steps = GROUP_STEPS
 
@@ -227,9 +227,9 @@ class Scheduler:
         KV blocks may not suffice.
 
         Args:
-            max_new_tokens: the most tokens that one sequence can get from that step.
-            num_rows: rows of its pass over trees, at least one for each sequence, which gets no
-                more tokens than rows.
+            max_new_tokens: maximum tokens that one sequence can get from that step.
+            num_rows: rows of its pass over trees, at least one for each sequence. A sequence gets
+                at most as many tokens as it has rows.
         """
         members = [
             i
@@ -274,10 +274,11 @@ class Scheduler:
     def join(
         self, batch: DecodeBatch, sequences: list[Sequence], roots: Int[Tensor, " E"]
     ) -> DecodeBatch | None:
-        """Return the batch with sequences whose prompts were launched and whose first tokens only the device knows.
+        """Return the batch with sequences added whose prompts were launched, and whose first tokens
+        only the device knows.
 
-        Those that certainly end with their first token are left out. Returns None if KV blocks may
-        not suffice.
+        Sequences that certainly end with their first token are left out. Returns None if KV blocks
+        may not suffice.
 
         Args:
             roots: the last tokens of these sequences.
@@ -332,7 +333,7 @@ class Scheduler:
         )
 
     def release_ending(self, batch: DecodeBatch) -> None:
-        """Free the slots of sequences that certainly finish in a step of `batch`, which was launched.
+        """Free the slots of sequences that certainly finish in the launched step of `batch`.
 
         Prompts launched from now on run after that step, so they may use these slots and their
         blocks. `retire` returns the sequences once the step is read.

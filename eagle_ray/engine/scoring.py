@@ -3,10 +3,10 @@
     scorer.record_root(sequence, logits)          # the prompt's last row scores what follows it
     finished = scorer.run(sequences)              # one pass over rows of several sequences' tries
 
-A pass holds at most MAX_SCORED_ROWS rows, and no more than a step has of prompts, so that decoding goes
-on between two passes of a large trie. Sequences take turns: the one that waited for the most passes
-comes first. Logits are made SLICE_ROWS rows at a time. Log-probabilities are of the target's own
-logits, in fp32, at temperature 1.
+A pass has at most MAX_SCORED_ROWS rows, and no more than a step's prompt rows, so that decoding
+goes on between two passes of a large trie. Sequences take turns: the one that waited for the most
+passes comes first. Logits are computed SLICE_ROWS rows at a time. Log-probabilities come from the
+target's unprocessed logits, in fp32, at temperature 1.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _Part:
 
 
 class ContinuationScorer:
-    """Scores continuations of sequences whose slots and blocks are reserved.
+    """Computes the log-probabilities of continuations of prompts whose slots and blocks are reserved.
 
     Args:
-        prefill_tokens: rows of a step's prompts, for which memory is planned.
+        prefill_tokens: maximum prompt rows per step, for which memory is planned.
     """
 
     def __init__(self, target: TargetModel, prefill_tokens: int):
@@ -74,7 +74,7 @@ class ContinuationScorer:
 
     @property
     def max_tree(self) -> int:
-        """Return the most rows of the trees of one sequence in a pass."""
+        """Return the maximum number of rows of one sequence's trees in a pass."""
         is_on_cpu = torch.device(self._device).type == "cpu"
         return self.max_rows if is_on_cpu else min(self.max_rows, GPU_TREE_ROWS)
 
@@ -84,7 +84,8 @@ class ContinuationScorer:
             sequence.scoring.plan(room, self.max_rows, self.max_tree)
 
     def record_root(self, sequence: Sequence, logits: Float[Tensor, " V"]) -> None:
-        """Record what the logits after the prompt's last token say of the continuations' first tokens."""
+        """Record the log-probabilities of the continuations' first tokens, from the logits after
+        the prompt's last token."""
         scores = sequence.scoring
         assert scores is not None
         self._record([(scores, [ROOT])], lambda start, end: logits[None])

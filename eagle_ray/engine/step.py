@@ -42,7 +42,7 @@ MAX_STEPS = 256  # steps of a sequence before its statistics are flushed; 512 sl
 
 
 class DraftCheck(Protocol):
-    """Counts the first drafts of a head, as HeadCheck does."""
+    """Protocol of a count of a head's first drafts, which HeadCheck implements."""
 
     @property
     def is_over(self) -> bool:
@@ -51,10 +51,10 @@ class DraftCheck(Protocol):
     def launched(
         self, batch: DecodeBatch, plan: DraftPlan, draft: Draft, result: VerifyResult
     ) -> DraftsUnderWay | None:
-        """Start counting a launched step. Return None if it needs no count."""
+        """Start counting a launched step. Return None if the step has no drafts to count."""
 
     def add(self, taken: Iterable[bool], num_accepted: Iterable[int]) -> str | None:
-        """Count one step's drafts. Return a sentence about a head that does not fit."""
+        """Count one step's drafts. Return a warning if the head does not seem to fit the target, else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class StepShape:
     Attributes:
         num_nodes: nodes per tree, root included.
         num_rows: rows of the pass.
-        max_depth: a bound on the nodes' depths; 0 if only roots are verified.
+        max_depth: upper bound on the nodes' depths; 0 if only roots are verified.
         logprobs: whether the record has log-probabilities.
-        num_tops: how many of the likeliest tokens are recorded.
+        num_tops: number of likeliest tokens that are recorded for each output token.
     """
 
     num_nodes: int
@@ -82,10 +82,11 @@ class StepOutput:
 
     Attributes:
         tokens: the accepted drafts and the bonus token; those past num_accepted + 1 are arbitrary.
-        drafted_by_depth: verified nodes; D is 0 in a plain step, which has no confidences either.
-        confidences: ConfidenceCounts as drafted, then as calibrated.
-        trees: DraftTree.sums of the verified trees; no column in a plain step.
-        logprobs: those of the tokens; no columns if not requested.
+        drafted_by_depth: number of verified nodes by depth; D is 0 in a plain step, which has no
+            confidences either.
+        confidences: ConfidenceCounts, first of drafted, then of calibrated probabilities.
+        trees: checksums of the verified trees (DraftTree.sums); no column in a plain step.
+        logprobs: log-probabilities of the tokens; no columns if not requested.
     """
 
     num_accepted: Int[np.ndarray, " B"]
@@ -97,7 +98,7 @@ class StepOutput:
 
     @classmethod
     def of(cls, record: Int[np.ndarray, "B X"], max_depth: int) -> StepOutput:
-        """Read a `step_record`."""
+        """Unpack the integer tensor that `step_record` made."""
         num_counts = NUM_COUNTS if max_depth else 0
         num_sums = 1 if max_depth else 0
         tokens = 1
@@ -121,23 +122,24 @@ class StepOutput:
 
 
 def contain_any(token_lists: list[list[int]], token_ids: Collection[int]) -> list[bool]:
-    """Return which of the lists have any of these tokens."""
+    """Return for each list whether it contains any of these tokens."""
     wanted = frozenset(token_ids)
     return [not wanted.isdisjoint(tokens) for tokens in token_lists]
 
 
 @dataclass(slots=True)
 class DecodeStep:
-    """A launched step, and everything that is needed to finish it.
+    """A launched decoding step, and everything needed to read and record it.
 
     Attributes:
         planner: planner that planned the step and observes its outcome.
-        draft: candidates; its num_catch_up is filled in later if the step was launched ahead.
+        draft: candidates of the step; num_catch_up is filled in later if the step was launched
+            ahead.
         result: accepted paths, on the device, until the next step is launched.
-        copy: the results on their way to the host.
-        is_first, num_level_rows: see StepOutcome.
+        copy: copy of the results to the host, in progress.
+        is_first, num_level_rows: as in StepOutcome.
         num_cached: tokens cached before the step if it was launched ahead, once they are known.
-        checked_drafts: what HeadCheck counts of it; None if nothing.
+        checked_drafts: HeadCheck's counts of the step; None if nothing is counted.
     """
 
     planner: Planner
@@ -156,12 +158,12 @@ class DecodeStep:
 
     @property
     def has_running(self) -> bool:
-        """Return whether any of its sequences still runs."""
+        """Return whether any sequence of the step is still running."""
         return any(sequence.status is SequenceStatus.RUNNING for sequence in self.batch.sequences)
 
     @property
     def max_new_tokens(self) -> int:
-        """Return the most tokens that one of its sequences can get."""
+        """Return the maximum number of tokens that one of its sequences can get."""
         return self.draft.depth + 1
 
     @property
@@ -171,14 +173,14 @@ class DecodeStep:
 
     @property
     def draft_passes(self) -> np.ndarray:
-        """Return the drafter's passes for each sequence."""
+        """Return for each sequence how many passes of the drafter's model drafted for it."""
         passes = np.zeros(len(self.batch), dtype=np.int64)
         members = slice(None) if self.plan.members is None else list(self.plan.members)
         passes[members] = self.draft.num_passes
         return passes
 
     def read(self) -> tuple[StepOutput, list[np.ndarray]]:
-        """Return the results once they are on the host, and ids and log-probabilities of the likeliest tokens."""
+        """Wait for the results. Return them, with the ids and log-probabilities of the likeliest tokens."""
         record, *tops = self.copy.arrays()
         self.timer.arrived()
         return StepOutput.of(record, self.shape.max_depth), tops
@@ -186,8 +188,9 @@ class DecodeStep:
     def checksum(self, output: StepOutput) -> int:
         """Return a checksum over the plan, the verified trees and the accepted tokens, without padding.
 
-        Confidences are left out. A head that is whole on every rank scores in other last bits on a
-        GPU of another kind, which harms nothing until a tree differs.
+        Ranks compare it. Confidences are left out: on GPUs of different kinds a head that each rank
+        computes whole may score in other last bits, which is harmless as long as the trees are
+        equal.
         """
         sizes = [
             self.plan.max_depth,
@@ -200,7 +203,7 @@ class DecodeStep:
         return crc32(repr((sizes, self.batch.at.host_slots, trees, tokens)).encode())
 
     def sync_lengths(self, drafter: Drafter) -> None:
-        """Update the lengths of a step that was launched before they were known, also in the drafter's cache."""
+        """Update the lengths of a step that was launched before they were known, in the drafter's cache, too."""
         sequences = self.batch.sequences
         self.num_cached = sum(sequence.num_cached for sequence in sequences)
         if not self.plan.is_drafting or self.plan.lookups_only:
@@ -243,7 +246,7 @@ class DecodeStep:
 
 
 class UnflushedStats:
-    """Statistics of the last steps, as arrays by slot, until `flush` adds them to the sequences' own.
+    """Per-slot statistics of recent steps in arrays, until `flush` adds them to a sequence's own.
 
     Adding arrays takes 0.1 ms per step of 256 sequences, where counting sequence by sequence takes
     2 ms.
@@ -291,7 +294,7 @@ class UnflushedStats:
             self._flush(slot)
 
     def flush(self, sequence: Sequence) -> None:
-        """Add a sequence's counts to its own statistics. It must hold its slot or have only just left it."""
+        """Add a sequence's counts to its own statistics. It must still hold its slot, or have just left it."""
         if self._owners.get(sequence.slot) is sequence:
             self._flush(sequence.slot)
 
@@ -364,7 +367,7 @@ def _record_parts(
 
 
 def node_counts(tree: DraftTree, result: VerifyResult, max_depth: int) -> list[Int[Tensor, "B _"]]:
-    """Return the columns of a record that count nodes, by torch, on any device."""
+    """Return the columns of a step's record that count nodes. Computed by torch operations, on any device."""
     judged, accepted = _judged(tree, result)
     by_depth = _drafted_by_depth(tree, max_depth)
     drafted = _confidence_counts(tree.draft_confidences(), judged, accepted)
@@ -409,7 +412,7 @@ def _confidence_counts(
 
 
 def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
-    """Return the num_tops likeliest tokens of each row, ties in any order. Nothing is computed for 0."""
+    """Return the num_tops likeliest tokens of each row, ties in any order; nothing is computed if num_tops is 0."""
     if not num_tops:
         return [[] for _ in range(len(logits))]
     ids, log_probs = likeliest(logits, num_tops)
@@ -419,7 +422,7 @@ def tops(logits: Float[Tensor, "R V"], num_tops: int) -> list[TopLogprobs]:
 def likeliest(
     logits: Float[Tensor, "R V"], num_tops: int
 ) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"]]:
-    """Return the likeliest ids and their log-probabilities, on the device."""
+    """Return the ids and log-probabilities of the likeliest tokens of each row, on the device."""
     ids = []
     log_probs = []
     for rows in logits.split(SLICE_ROWS):
@@ -432,7 +435,8 @@ def likeliest(
 def log_probs_at(
     logits: Float[Tensor, "R V"], rows: Int[Tensor, " P"], tokens: Int[Tensor, " P"], num_tops: int
 ) -> tuple[Float[Tensor, " P"], tuple[Int[Tensor, "P K"], Float[Tensor, "P K"]] | None]:
-    """Return the log-probability of a token after each of some rows, and the num_tops likeliest there; None for 0."""
+    """Return the log-probability of a given token after each row, and the num_tops likeliest tokens
+    there; None if 0."""
     log_probs = []
     top_ids = []
     top_log_probs = []
@@ -450,7 +454,7 @@ def log_probs_at(
 
 
 def paired(ids: list[list[int]], values: list[list[float]]) -> list[TopLogprobs]:
-    """Return pairs of the likeliest ids and their log-probabilities, by row."""
+    """Zip the ids and log-probabilities of the likeliest tokens to one list of pairs per row."""
     return [list(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
 
 
@@ -459,7 +463,7 @@ def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLo
 
     Args:
         logprobs: log-probability of each id.
-        ranked: likeliest tokens in the place of each id, at least as many as requested.
+        ranked: likeliest tokens at the position of each id, at least as many as requested.
     """
     sampling = sequence.sampling
     if not sampling.wants_logprobs:
@@ -470,9 +474,9 @@ def record_outputs(sequence: Sequence, logprobs: list[float], ranked: list[TopLo
 
 
 def record_prompts(sequence: Sequence, start: int, logits: Float[Tensor, "R V"]) -> None:
-    """Record log-probabilities of the prompt ids after rows start, start + 1, ...
+    """Record log-probabilities of prompt ids, from the logits after rows start, start + 1, ...
 
-    Those of a repeated prefill are already recorded.
+    Ids that an earlier prefill has recorded are left as they are.
     """
     # No row comes before the first id of a prompt.
     if not sequence.prompt_logprobs:

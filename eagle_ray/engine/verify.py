@@ -7,9 +7,9 @@ The function runs eagerly on the step's own shapes, or is replayed as a graph on
 in place.
 
 If a sequence of the batch has controls, its tokens are sampled from logits that the host adjusts by
-the paths of its tree (`controlled_sequences`). Then the step is replayed in two halves, up to the
-target's pass and from its samples on, and those tokens are an input of the second. They depend on
-the tokens of the step before, which the first half does not: `Verifier.start` launches what it can.
+the paths of its tree (`controlled_sequences`). Then the step is replayed in two halves: up to the
+target's pass, and from sampling on, with the host's tokens as an input. Only the second half
+depends on the previous step's tokens, so `Verifier.start` launches the first half early.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class VerifyStep:
         sampling: sampling parameters of the batch.
         tree: the candidates.
         keep: true for a node that is verified.
-        sizes: kept nodes of each tree, if the host knows them.
-        prompts: prompt chunks to compute in the same pass.
+        sizes: number of kept nodes of each tree, if the host knows it.
+        prompts: prompt chunks to compute in the same pass, if any.
     """
 
     at: DecodeSlots
@@ -87,9 +87,9 @@ class VerifyStepOutput:
 
     Attributes:
         result: accepted paths and their tokens.
-        record: what the host reads of the step; see `step_record`.
+        record: the step's results as one tensor for the host; see `step_record`.
         tops: ids and log-probabilities of the likeliest tokens along each accepted path.
-        prompted: output for the prompt chunks of the pass.
+        prompted: output for prompt chunks in the pass.
     """
 
     result: VerifyResult
@@ -100,15 +100,15 @@ class VerifyStepOutput:
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """A step after the target's pass.
+    """Results of the target's pass, from which the rest of the step samples and commits.
 
     Attributes:
         at: slots and lengths of the batch, padded if the pass was replayed.
         sampling: sampling parameters of the batch, padded likewise.
         logits: logits of the target for each row; None if no part of the step needs them.
-        likeliest: their argmax, where they are None.
+        likeliest: argmax of the logits if these are None.
         features: hidden states that the draft reads, for each row.
-        prompted: output for the prompt chunks of this pass.
+        prompted: output for prompt chunks in this pass.
     """
 
     at: DecodeSlots
@@ -122,11 +122,11 @@ class TargetPass:
 
 
 class FixedPass(NamedTuple):
-    """A pass of fixed shapes, which a graph runner replays.
+    """A pass over inputs of fixed shapes, which a graph runner can capture and replay.
 
     Attributes:
-        key: its kind and its sizes.
-        function: function of the padded inputs; returns whatever holds the results.
+        key: kind and sizes of the pass.
+        function: computes the pass on padded inputs and returns an object with the results.
     """
 
     key: tuple
@@ -134,7 +134,7 @@ class FixedPass(NamedTuple):
     inputs: list[PaddedInput]
 
     def then(self, kind: str, finish: Callable[[Any], Any]) -> FixedPass:
-        """Return the pass of this kind that goes on from this one's results with `finish`."""
+        """Return a pass of another kind that runs this one and then `finish` on its results."""
 
         def whole(*tensors: Tensor) -> Any:
             return finish(self.function(*tensors))
@@ -143,7 +143,7 @@ class FixedPass(NamedTuple):
 
     @property
     def padding(self) -> FixedPass:
-        """Return the pass over padding alone."""
+        """Return this pass with inputs that are all padding, for its capture."""
         inputs = []
         for each in self.inputs:
             empty = each.tensor[:0]
@@ -153,11 +153,11 @@ class FixedPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StartedPass:
-    """A launched verify step.
+    """A launched verify step, or its first half.
 
     Attributes:
         shape: shape of the step.
-        finish: launches the rest of the step, once the tokens of the step before are committed.
+        finish: launches the rest of the step, once the tokens of the previous step are committed.
     """
 
     shape: StepShape
@@ -174,8 +174,8 @@ def verify_step(
     """Verify the kept nodes and commit the accepted paths.
 
     Args:
-        mark: called right before and right after the target's pass.
-        controlled: the rows of sequences with controls, if there are any.
+        mark: callback right before and right after the target's pass, for timing.
+        controlled: rows of sequences with controls, if there are any.
     """
     needs_logits = _needs_logits(step) or controlled is not None or drafter.reads_logits
     passed = target_pass(target, step, mark, needs_logits)
@@ -241,7 +241,7 @@ def accept_and_commit(
     Log-probabilities come from the target's own logits, without controls, as vLLM's do by default.
 
     Args:
-        adjusted: see ControlledRows.picks.
+        adjusted: tokens of rows with controls, from ControlledRows.picks.
     """
     tree = passed.tree
     rows = passed.rows
@@ -288,8 +288,8 @@ class Verifier:
     """Runs verify_step, through a graph runner if there is one.
 
     Args:
-        bounds: replayed passes are for the largest trees, so that their shape depends only on the
-            numbers of sequences and rows.
+        bounds: bounds of the trees. Replayed passes are captured for the largest ones, so that
+            their shape depends only on the numbers of sequences and rows.
     """
 
     def __init__(self, target: TargetModel, graphs: CudaGraphRunner | None, bounds: TreeBounds):
@@ -298,7 +298,7 @@ class Verifier:
 
     @property
     def replayed(self) -> ReplayedSteps:
-        """Return the replayed steps. The engine must have a graph runner."""
+        """Return the ReplayedSteps. The engine must have a graph runner."""
         assert self._replayed is not None
         return self._replayed
 
@@ -332,7 +332,7 @@ class Verifier:
 
 
 class ReplayedSteps:
-    """Verify steps on padded shapes, each captured once; in two halves if a sequence has controls."""
+    """Verify steps on padded shapes, each captured once and then replayed; in two halves if a sequence has controls."""
 
     def __init__(self, target: TargetModel, graphs: CudaGraphRunner, bounds: TreeBounds):
         self._target = target
@@ -374,7 +374,7 @@ class ReplayedSteps:
     def record_plain(
         self, drafter: Drafter, batch_size: int, max_length: int, params: SamplingSettings
     ) -> None:
-        """Record the plain pass that is replayed for this batch size, for lengths and sampling like these."""
+        """Record the plain pass that this batch size replays, with lengths and sampling like these."""
         shape = StepShape(1, 0, 0, False, 0)
         self._record(drafter, batch_size, shape, max_length, params)
 
@@ -386,7 +386,8 @@ class ReplayedSteps:
         max_length: int,
         params: SamplingSettings,
     ) -> None:
-        """Record the pass over trees that is replayed for these numbers, for lengths and sampling like these."""
+        """Record the pass over trees that these numbers of trees and rows replay, with lengths and
+        sampling like these."""
         shape = StepShape(1, num_rows, self._bounds.max_depth, False, 0)
         self._record(drafter, num_trees, shape, max_length, params)
 
@@ -574,7 +575,7 @@ def _trees(first: Tensor, *others: Tensor) -> tuple[DraftTree, Bool[Tensor, "B N
 
 
 def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
-    """Return why passes of this target and drafter are not captured, or None."""
+    """Return why passes of this target and drafter cannot be captured in CUDA graphs, or None if they can."""
     if os.environ.get(GRAPHS) == "off":
         return f"{GRAPHS}=off"
     devices = {parameter.device for parameter in target.model.parameters()}
@@ -590,7 +591,7 @@ def unsupported_reason(target: TargetModel, drafter: Drafter) -> str | None:
 def fallbacks(
     target: TargetModel, drafter: Drafter, graphs: CudaGraphRunner | None
 ) -> dict[str, str]:
-    """Return why Triton's kernels or CUDA graphs do not run, by "kernels" and "graphs".
+    """Return why Triton's kernels or CUDA graphs do not run on a GPU, by "kernels" and "graphs".
 
     Empty if both run, and on a CPU, where neither is expected.
     """

@@ -37,7 +37,7 @@ MAX_PASSED_WINDOWS = 2  # sequences that may pass the oldest one, in largest win
 
 
 class WaitingQueue(Protocol):
-    """Sequences without a slot."""
+    """Protocol of the queue of sequences without a slot, which decides their order."""
 
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence."""
@@ -55,7 +55,7 @@ class WaitingQueue(Protocol):
         """Remove a sequence, which must be in the queue."""
 
     def observe(self, finished: Sequence) -> None:
-        """Learn from a sequence that has finished."""
+        """Update the order's estimates from a finished sequence."""
 
     def __len__(self) -> int: ...
 
@@ -99,7 +99,7 @@ class FirstComeQueue:
 
 
 class LengthEstimate:
-    """Expected output tokens: the mean of finished sequences of the category, and of all where it has few."""
+    """Expected output tokens: the mean over finished sequences of the category, or over all if the category has few."""
 
     def __init__(self) -> None:
         self._all = _Mean()
@@ -111,9 +111,9 @@ class LengthEstimate:
             mean.count += 1
 
     def expected(self, sequence: Sequence) -> float:
-        """Return the expected tokens of the output, at most max_tokens.
+        """Return the expected output tokens of a sequence, at most its max_tokens.
 
-        They are max_tokens if nothing else can end the output, or if no sequence has finished.
+        They equal max_tokens if nothing else can end the output, or if no sequence has finished.
         """
         ends_at_limit = sequence.sampling.ignore_eos and sequence.stop_check is None
         if ends_at_limit or not self._all.count:
@@ -153,10 +153,11 @@ class _Entry:
 
 
 class PrefixGroups:
-    """Entries in the order of their blocks, so that those that share most are neighbours. A group is a run of entries.
+    """Waiting entries grouped by a shared prompt prefix.
 
-    An entry that is removed does not split its group: the entries before and after it stay together
-    until the first `update` after an addition.
+    Entries are sorted by their blocks, so that those that share most are neighbours, and a group is
+    a run of entries. Removing an entry does not split its group: the entries before and after it
+    stay together until the first `update` after an addition.
     """
 
     def __init__(self) -> None:
@@ -214,7 +215,9 @@ class PrefixGroups:
 
 
 class ThroughputQueue:
-    """Grouped by shared prefix, and longest first at the end. See the module's text.
+    """A queue for throughput: groups with a shared prefix first, and the longest expected outputs first at the end.
+
+    The module's docstring says more.
 
     Args:
         block_size: tokens of a block of the prefix cache.

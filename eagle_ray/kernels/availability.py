@@ -28,7 +28,7 @@ failures: list[str] = []  # why they were turned off, if they were
 
 @runtime_checkable
 class Ranks(Protocol):
-    """The ranks of an engine, which run kernels all or none."""
+    """Protocol of an engine's ranks, which must all run kernels or none."""
 
     @property
     def is_lost(self) -> bool: ...
@@ -40,10 +40,10 @@ together: WeakSet[Ranks] = WeakSet()  # ranks of the engines of this process
 
 
 def turn_off(error: BaseException) -> bool:
-    """Use the portable path from now on, since compiling or launching a kernel raised `error`; log it once.
+    """Switch to the portable path for good, because compiling or launching a kernel raised `error`. It is logged once.
 
-    Return whether the kernels were on until now. Raises UnfitDevice if they stay on for another
-    rank of an engine.
+    Return whether the kernels were on until now. Raises UnfitDevice if another rank of the engine
+    keeps them on.
     """
     if failures:
         return False
@@ -67,7 +67,7 @@ def use_triton(device: torch.device | str) -> bool:
 
 @cache
 def chosen(device: torch.device, choice: str | None, interpret: str | None) -> bool:
-    """Return whether kernels run. Cached by everything that the decision depends on."""
+    """Return whether kernels run on a device, and log it. Cached by all inputs of the decision."""
     reason = why_not(device)
     if reason is None:
         log.info("Triton kernels on %s", device)
@@ -77,7 +77,7 @@ def chosen(device: torch.device, choice: str | None, interpret: str | None) -> b
 
 
 def why_not(device: torch.device) -> str | None:
-    """Return why Triton's kernels do not run on this device, or None."""
+    """Return why Triton's kernels do not run on this device, or None if they do."""
     if failures:
         return failures[0]
     choice = os.environ.get(CHOICE, "auto")
@@ -110,7 +110,7 @@ def retry_portable(function: Callable[[], Result]) -> Result:
 def is_triton_error(error: BaseException) -> bool:
     """Return whether the error was raised in Triton: compiling, loading or launching a kernel.
 
-    Its own exceptions are not all that it raises: compilers, files and drivers raise RuntimeError,
+    These are not only Triton's own exceptions: compilers, files and drivers raise RuntimeError,
     OSError and others.
     """
     frames = walk_tb(error.__traceback__)
@@ -120,7 +120,7 @@ def is_triton_error(error: BaseException) -> bool:
 
 
 def is_interpreting() -> bool:
-    """Return whether kernels run in the interpreter, which Triton decides when a kernel is defined."""
+    """Return whether kernels run in Triton's interpreter, which is decided when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -150,7 +150,8 @@ def _smoke_test(device: torch.device) -> str | None:
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Launch on the device of the first tensor argument. On a CPU, where Triton interprets, nothing changes.
+    """Launch a kernel on the device of its first tensor argument. In Triton's interpreter on a CPU,
+    the device does not matter.
 
         launch(kernel, (rows, parts))(logits, out, BLOCK=2048)      # kernel[(rows, parts)](logits, out, BLOCK=2048)
 

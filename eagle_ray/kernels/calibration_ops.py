@@ -1,9 +1,9 @@
-"""Update a calibration on a CPU in one call, from the children that a step's drafts offered (calibration_ops.cpp).
+"""Update a calibration on a CPU in one C++ call, from the children that a step's drafts proposed (calibration_ops.cpp).
 
     if calibration_ops.available(device):
         calibration_ops.update(fit, levels, kinds, picks, num_accepted)
 
-`Calibration.observe` of methods/calibration.py is the reference, to which a test holds it.
+`Calibration.observe` of methods/calibration.py is the reference, and a test compares both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eagle_ray.kernels import cpu_ops, tree_ops
 
 @dataclass(frozen=True, slots=True)
 class FitTensors:
-    """The tensors and numbers of an OnlineFit of three parameters, which has the first two changed."""
+    """The tensors and numbers of an OnlineFit with three parameters. The call changes the first two tensors."""
 
     parameters: Float[Tensor, "L S 3"]
     information: Float[Tensor, "L S 3 3"]
@@ -35,7 +35,7 @@ class FitTensors:
 
 @dataclass(frozen=True, slots=True)
 class OfferedChildren:
-    """The children that one level offered to its frontier. For roots, two of its tensors are None."""
+    """The children that were proposed on one level. For the roots' children, two of the tensors are None."""
 
     tokens: Int[Tensor, "B F K"]
     scores: Float[Tensor, "B F K"]
@@ -76,7 +76,8 @@ def update(
     picks: Int[Tensor, "B D"],
     num_accepted: Int[Tensor, " B"],
 ) -> None:
-    """Observe the target's tokens on the first levels of a batch's drafts, at most as many as there are tokens."""
+    """Update the fit from the target's tokens on the first levels of a batch's drafts, at most as
+    many as there are tokens."""
     owned: list[Tensor] = []  # tensors that the structures point to
 
     def pointer(tensor: Tensor | None) -> int | None:

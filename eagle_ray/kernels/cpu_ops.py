@@ -112,7 +112,7 @@ class PassRows(Structure):
 
 
 class CandidateTree(Structure):
-    """The draft trees of one drafter, [rows, nodes], as tree_merge.cpp reads them; `nodes` is 0 without a draft."""
+    """C struct of tree_merge.cpp: the draft trees of one drafter, [rows, nodes]; `nodes` is 0 without a draft."""
 
     _fields_ = [("nodes", c_int64)] + [
         (name, c_void_p)
@@ -121,10 +121,11 @@ class CandidateTree(Structure):
 
 
 class Blend(Structure):
-    """The weights of an EnsembleCalibration, with which tree_merge.cpp gives merged nodes their values.
+    """C struct of tree_merge.cpp: the weights of an EnsembleCalibration, which give merged nodes their values.
 
-    `weights` are fp32 [levels, num_sets, 3 * drafters + 1], and `sets` is the set of weights of each row.
-    `left_out` is the drafter whose nodes are not in MergedTrees.by_depth; -1 leaves out none.
+    `weights` are fp32 [levels, num_sets, 3 * drafters + 1], and `sets` is the set of weights of
+    each row. `left_out` is the drafter whose nodes are not in MergedTrees.by_depth; -1 leaves out
+    none.
     """
 
     _fields_ = [
@@ -135,7 +136,7 @@ class Blend(Structure):
 
 
 class MergedTrees(Structure):
-    """The tensors that tree_merge.cpp writes: the merged trees, [rows, nodes], and their nodes' values."""
+    """C struct of tree_merge.cpp: its output tensors, with the merged trees, [rows, nodes], and their nodes' values."""
 
     _fields_ = [(name, c_int64) for name in ("rows", "nodes", "max_depth")] + [
         (name, c_void_p)
@@ -189,14 +190,14 @@ CPU_SIGNATURES = {
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this module's functions work for tensors, or for a cache, of this device and dtype."""
+    """Return whether the compiled library is loaded and supports tensors, or a cache, of this device and dtype."""
     is_host = device.type == "cpu" and not device.index  # cpu:1 stands for a device in tests
     return is_host and dtype in CPU_DTYPES and best_library() is not None
 
 
 @dataclass(frozen=True, slots=True)
 class SeenPositions:
-    """The cached positions of its sequence that each of R rows attends to.
+    """For each of R rows, the cached positions of its sequence that it attends to.
 
     Row r sees positions begin[r] .. end[r] - 1 of its slot, then position trunk[r] + j for each j
     that mask[r] names.
@@ -225,7 +226,8 @@ class SeenPositions:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRule:
-    """How scores become weights: multiplied by scaling, squashed to (-softcap, softcap), with one sink per head."""
+    """How attention scores become weights: multiplied by scaling, squashed to (-softcap, softcap),
+    with one sink per head."""
 
     scaling: float
     softcap: float | None = None
@@ -245,7 +247,7 @@ class PackedWeight:
             bytes has 4 successive inputs of each output. With 4 bits, its low halves are those of
             vector j, and its high halves those of j + 4.
         scales: TILE scales and TILE offsets for each group of inputs, in fp16 or fp32.
-        num_outputs: without those that fill the last tile.
+        num_outputs: number of outputs, without the padding of the last tile.
     """
 
     codes: UInt8[Tensor, "tiles blocks vectors 64"]
@@ -272,7 +274,7 @@ class TiledWeight:
 
     Attributes:
         numbers: TILE outputs of each input, by tiles; those that fill the last tile are 0.
-        num_outputs: without those that fill the last tile.
+        num_outputs: number of outputs, without the padding of the last tile.
     """
 
     numbers: Float[Tensor, "tiles inputs 16"]
@@ -299,7 +301,7 @@ class TiledWeight:
         object.__setattr__(self, "descriptor", weight)
 
     def dense(self) -> Float[Tensor, "O I"]:
-        """Return the weight as it was given."""
+        """Return the weight in its original layout."""
         return self.numbers.transpose(1, 2).flatten(0, 1)[: self.num_outputs]
 
 
@@ -386,7 +388,7 @@ def dense_matmul(
 def quantized_argmax(
     inputs: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
 ) -> Int[Tensor, " R"]:
-    """Return `argmax` of `quantized_matmul` of fp32 inputs, whose outputs are not written."""
+    """Return the argmax of `quantized_matmul` of fp32 inputs, without writing its outputs."""
     picks = torch.empty(len(inputs), dtype=torch.int64)
     pointers = (picks.data_ptr(), inputs.data_ptr(), address(bias))
     _run(
@@ -397,14 +399,15 @@ def quantized_argmax(
 
 @cache
 def quantized_path() -> int:
-    """Return which instructions multiply quantised weights: the number of a Path in quantized_matmul.cpp."""
+    """Return which CPU instructions multiply quantised weights: the number of a Path in quantized_matmul.cpp."""
     library = best_library()
     return 0 if library is None else library.quantized_matmul_path()
 
 
 @cache
 def dense_path() -> int:
-    """Return how dense weights are multiplied: the number of a Path in dense_matmul.cpp, 0 where torch is faster."""
+    """Return which CPU instructions multiply dense weights: the number of a Path in
+    dense_matmul.cpp, 0 if torch is faster."""
     library = best_library()
     if library is None or not hasattr(library, "dense_matmul_path"):
         return 0
@@ -423,7 +426,8 @@ def rotate_and_write(
     k_norm: Float[Tensor, " d"] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate the queries in place, and store rotated keys and values at their indices; both normed first if asked.
+    """Rotate the queries in place, and store rotated keys and values at their indices. Queries and
+    keys can be normed first.
 
     Args:
         qkv: queries, keys and values of a row, one head after the other, contiguous.
@@ -446,7 +450,7 @@ def attend(
     """Return the attention of each row over the positions that it sees; 0 for a row that sees none.
 
     Args:
-        query: any strides over rows and heads. sinks must be fp32.
+        query: queries with any strides over rows and heads. sinks must be fp32.
     """
     num_rows, heads, key_dim = query.shape
     assert query.stride(2) == 1 or key_dim == 1
@@ -490,10 +494,10 @@ def sample_rows(
     seq: Int[Tensor, " R"],
     positions: Int[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
-    """Return the sampled tokens of fp32 logits, as sampling.sample. top_k 0, top_p 1 and min_p 0 cut nothing.
+    """Sample a token from each row of fp32 logits, like sampling.sample. top_k 0, top_p 1 and min_p 0 cut nothing.
 
-    A token whose cumulative probability is within the rounding of fp32 sums of top_p's edge may
-    fall on its other side than by torch: sums are in fp64 here.
+    Sums are in fp64 here and in fp32 in torch, so a token whose cumulative probability equals top_p
+    within fp32's rounding may be kept by one and cut by the other.
     """
     numbers = [x.float().contiguous() for x in (logits, temperature, top_p, min_p)]
     integers = [x.long().contiguous() for x in (top_k, seed, seq, positions)]
@@ -539,10 +543,11 @@ def num_threads() -> int:
 
 @contextmanager
 def team(is_used: bool = True) -> Iterator[None]:
-    """Run the body in this process's team of threads (kernels/team.h), with torch's operations in one thread.
+    """Run the body of the context in this process's team of threads (kernels/team.h), with torch's
+    operations in one thread.
 
-    For work whose products are all of this module: torch's own need OpenMP's threads, and those of
-    both would wait for each other.
+    For work whose products are all of this module: torch's own need OpenMP's threads, and the two
+    groups of threads would wait for each other.
 
     Args:
         is_used: False changes nothing.
@@ -601,7 +606,7 @@ def _run(name: str, suffix: torch.dtype | str, *arguments: object) -> None:
 
 @cache
 def function_for(name: str, suffix: str = "") -> ctypes._CFuncPtr:
-    """Return a function of the library, for the dtypes that its suffix names if it has one."""
+    """Return a function of the library. If it exists per dtype, the one whose suffix names these dtypes."""
     library = best_library()
     assert library is not None, "the library was found when the backend was chosen"
     function = getattr(library, f"{name}_{suffix}" if suffix else name)
@@ -631,22 +636,22 @@ def best_library() -> ctypes.CDLL | None:
 
 
 def is_switched_off() -> bool:
-    """Return whether SWITCH turns compiled libraries off."""
+    """Return whether the environment variable SWITCH turns compiled libraries off."""
     return os.environ.get(SWITCH) == "off"
 
 
 def levels() -> list[str]:
-    """Return the levels that this processor runs, the best one first."""
+    """Return the instruction set levels that this processor supports, the best one first."""
     return LEVELS.get(torch.backends.cpu.get_cpu_capability(), ["base"])
 
 
 def library_of(level: str) -> ctypes.CDLL | None:
-    """Load a level's library, or return None if it was not built or cannot be loaded."""
+    """Load the library compiled for an instruction set level; None if it was not built or cannot be loaded."""
     return load_library(f"_cpu_{level}")
 
 
 def load_library(name: str) -> ctypes.CDLL | None:
-    """Load a library of this folder, or return None if it was not built or cannot be loaded."""
+    """Load a compiled library of this folder; None if it was not built or cannot be loaded."""
     path = Path(__file__).parent / f"{name}{LIBRARY_SUFFIX}"
     if not path.exists():
         return None

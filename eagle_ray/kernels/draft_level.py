@@ -3,12 +3,12 @@
     append_level(buffers, width, tokens, scores, own, parameters)      # PaddedDraft.append in torch
     update_fit(buffers, fit, picks, num_accepted, depth)               # DraftBuffers.update_calibration
 
-One program per sequence appends. It does in registers what torch does in 68 operations: a level has
-at most a few hundred nodes, so the launches would take longer than the work. The level stays a
-number on the device.
+`append_level` runs one program per sequence. It does in registers what torch does in 68 operations:
+a level has at most a few hundred nodes, so the launches would take longer than the work. The
+level's number stays on the device.
 
-To learn takes two launches in place of about 80: a program per level and kind of row sums over the
-sequences, and one program takes the Newton steps from level to level.
+`update_fit` takes two launches in place of about 80: a program per level and kind of row sums over
+the sequences, and one program takes the Newton steps from level to level.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class LevelBuffers(Protocol):
 
     Attributes:
         level: [1], levels appended so far; not changed here.
-        frontier_nodes, frontier_values: [batch, width], the nodes that get these children, and
-            their log values.
+        frontier_nodes, frontier_values: [batch, width], the parents of the new children, and their
+            log values.
         tokens, parents, log_values, draft_log_probs: [batch, nodes] of the trees.
         words: [batch, width, words], which positions each frontier node sees.
         frontier_tokens, parent_rows: [depth + 1, batch, width].
@@ -72,12 +72,12 @@ def append_level(
     own: Float[Tensor, "B F K"],
     parameters: Float[Tensor, "L 2 3"] | None,
 ) -> None:
-    """Add the children of each sequence's frontier and choose the next one.
+    """Append the children of each sequence's frontier to its tree, and choose the next frontier.
 
     Args:
         width: nodes of the next frontier.
-        num_words: words of its masks.
-        parameters: parameters of the calibration, by level and kind of row; None takes scores as
+        num_words: words of a frontier node's mask.
+        parameters: parameters of the calibration, by level and kind of row; None uses the scores as
             they are.
     """
     batch, num, children = tokens.shape
@@ -122,7 +122,7 @@ class KernelFit(Protocol):
     """The tensors of methods/calibration.py's OnlineFit, with two sets of three parameters a level.
 
     Attributes:
-        memory: picks after which a pick counts 1 / e.
+        memory: number of later samples after which a sample's weight has fallen to 1 / e.
     """
 
     parameters: Float[Tensor, "L 2 3"]

@@ -1,13 +1,14 @@
-"""Choose what multiplies few rows by a weight that a GPU keeps in 4 or 8 bits: our own kernel, or torch's.
+"""Choose the kernel for few rows times a 4-bit or 8-bit weight on a GPU: our own, or torch's.
 
     if multiplies(len(rows), device):
         return product(rows, weight, bias, arrivals)
 
-EAGLE_RAY_PRODUCTS=torch asks for torch's kernels whatever the number of rows. Ours is the choice up
-to SKINNY_ROWS by a reckoning, since no card has timed it:
+EAGLE_RAY_PRODUCTS=torch selects torch's kernels for any number of rows. Ours is chosen up to
+SKINNY_ROWS by calculation, since it was not timed on a card:
 
     FP8, 4,096 outputs of 12,288 inputs       50 MB. torch's scaled_mm was measured at 53 us on an H100, as slow as
-                                              bf16: its 32 tiles leave 100 of 132 multiprocessors idle. Ours has 320
+                                              bf16: its 32 tiles leave 100 of 132 multiprocessors
+                                                  idle. Ours has 320
                                               programs; at the 2.4 TB/s of bf16's products it takes 21 us. Its parts
                                               are 1.3 MB at 16 rows, written and read in the L2 cache.
     4 bits, 51,200 outputs of 5,120 inputs    0.14 GB. torch restores them from 33 rows on, which moves 1.2 GB. Below,
@@ -34,7 +35,7 @@ TORCHS = "torch"
 
 
 def multiplies(num_rows: int, device: torch.device) -> bool:
-    """Return whether our own kernel multiplies this number of rows on a device."""
+    """Return whether our own kernel is chosen for this number of rows on a device."""
     is_ours = os.environ.get(PRODUCTS) != TORCHS
     return is_ours and num_rows <= SKINNY_ROWS and use_triton(device)
 
@@ -45,7 +46,7 @@ def product(
     bias: Float[Tensor, " O"] | None,
     arrivals: Int32[Tensor, " tiles"],
 ) -> Float[Tensor, "R O"]:
-    """Return rows @ weight.T + bias by our own kernel, if `multiplies` says that it does."""
+    """Return rows @ weight.T + bias by our own kernel. `multiplies` must have returned True."""
     from eagle_ray.kernels.skinny_product import skinny_product
 
     return skinny_product(rows, weight, bias, arrivals)

@@ -1,14 +1,14 @@
 """Flash decoding through a block table, then over a tree's own positions by ancestor bits: the kernel and its launch.
 
-A work is BLOCK_M of one tree's nodes x query heads that share a key/value head, over one part of
-the positions or over all of them in turn; see kernels/work_list.py:
+A unit of work is BLOCK_M of one tree's nodes x query heads that share a key/value head, over one
+part of the positions or over all parts in turn; see kernels/work_list.py:
 
     first      full tiles: all is visible    length         length + M
       |------- part 0 -------|------- part 1 -------|-- tail: bits --|
 
 Maxima and sums are fp32, in powers of two. Parts of a context are added from the first to the last,
-whichever program computed them and whenever it ended. That takes no second launch: the program
-whose part is the last to be there adds them up.
+in whatever order programs computed them. That takes no second launch: the program that finishes its
+part last adds them up.
 
     store sums of a part              every thread
     barrier                           orders these stores before the next line, for all threads of the program
@@ -17,13 +17,12 @@ whose part is the last to be there adds them up.
     barrier                           Triton's own, which hands n to all threads: they are after the acquire, too
     load sums of all parts            if n says that this one is the last; .cg, past a cache that knows no acquire
 
-No program waits for another, so it does not matter how many run at a time. The last one sets the
-count of arrivals to zero, and the program that draws the last work that of works: the next launch,
-which may be a replay, begins after this one's end. Both are zero because the work list set them to
-zero, in the pass itself.
+No program waits for another, so it does not matter how many run at a time. The last program of a
+context resets its count of arrivals, and the program that takes the last unit of work resets the
+counter of work. So both are zero for the next launch, which may be a replay. The work list sets
+them to zero at first, within the pass.
 
-Everything that a launch depends on is known on the host before the rows are; everything else stays
-on the device.
+The parameters of a launch are known on the host in advance; everything else stays on the device.
 """
 
 import torch
@@ -83,9 +82,9 @@ def tree_attention(
     """Return the attention of each row over its slot's keys and values; zeros for padding rows.
 
     Args:
-        keys: contiguous, in the query's dtype or in FP8.
-        values: likewise.
-        scaling: this and the following as in AttentionParams.
+        keys: cached keys, contiguous, in the query's dtype or in FP8.
+        values: cached values, likewise.
+        scaling: this and the following arguments are as in AttentionParams.
     """
     heads, num_rows, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
@@ -179,7 +178,7 @@ def padded(dim: int) -> int:
 
 
 def fold_rows(tile: TileShape, value_dim: int) -> int:
-    """Return the rows whose parts take 32 registers of each thread if `tile.fold` of them are added at a time."""
+    """Return how many rows are added at once so that `tile.fold` parts of them take 32 registers per thread."""
     return max(1024 * tile.warps // (tile.fold * padded(value_dim)), 1)
 
 
@@ -234,7 +233,8 @@ def attend(
     FOLD_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Compute works until none is left: a tile of rows over a part of its context, or over all parts in turn."""
+    """Triton kernel: compute units of work until none is left. A unit is a tile of rows over one or
+    all parts of its context."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if seq is not None:
         _clear(out, seq, num_rows, HEADS * DV)

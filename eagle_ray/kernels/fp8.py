@@ -89,14 +89,14 @@ def restored_blocks(
 
 
 def readable(numbers: Tensor) -> Tensor:
-    """Return numbers as the device reads them: FP8 as bytes if it has no conversion of FP8."""
+    """Return FP8 numbers in the form that the device can load: as bytes if it cannot convert FP8."""
     if numbers.dtype != FP8 or knows_fp8(numbers.device):
         return numbers
     return numbers.view(torch.uint8)
 
 
 def knows_fp8(device: torch.device) -> bool:
-    """Return whether a device converts FP8 by itself."""
+    """Return whether a device has instructions that convert FP8."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 

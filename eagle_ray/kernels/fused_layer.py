@@ -151,10 +151,10 @@ def rotate_and_write(
 
     Args:
         qkv: query heads, then key heads, then value heads.
-        keys: in qkv's dtype or in FP8.
-        values: likewise.
-        q_norm: None if heads are not normed.
-        k_norm: None if q_norm is.
+        keys: cache of keys, in qkv's dtype or in FP8.
+        values: cache of values, likewise.
+        q_norm: weight of the queries' norm; None if heads are not normed.
+        k_norm: weight of the keys' norm; None if q_norm is.
     """
     _, kv_heads, dim = keys.shape
     num_heads = qkv.shape[1] // dim
@@ -183,8 +183,8 @@ def dequantize_int4(
     """Return the weight that models/gpu_linears.tile_packed packed, in the scales' dtype.
 
     Args:
-        scales: a scale and a zero of each group of inputs of an output; the weight is
-            (code - 8) * scale + zero.
+        scales: scale and zero of each group of inputs of an output; the weight is (code - 8) *
+            scale + zero.
     """
     num_tiles, num_runs, _, words = packed.shape
     num_outputs = 8 * num_tiles
@@ -405,9 +405,9 @@ def commit(
     position, so programs do not depend on each other's writes.
 
     Args:
-        keys: contiguous.
-        values: contiguous.
-        nodes: as VerifyResult.accepted_nodes.
+        keys: cache of keys, contiguous.
+        values: cache of values, contiguous.
+        nodes: nodes of the accepted paths, as in VerifyResult.accepted_nodes.
     """
     num_layers, _, size = keys.shape[:3]
     key_width = keys[0, 0, 0].numel()
@@ -449,7 +449,7 @@ def move(
     SIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Move one slice of the keys and values of one tree's accepted path, in one layer."""
+    """Triton kernel: move one slice of the keys and values of one tree's accepted path, in one layer."""
     row = tl.program_id(0)
     layer = tl.program_id(1).to(tl.int64)
     numbers = tl.program_id(2) * SLICE + tl.arange(0, SLICE)

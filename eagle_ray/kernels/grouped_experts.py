@@ -6,14 +6,14 @@
     outputs = products(inner, down, groups)                            # in the order of the pairs
     out = weighted_sum(outputs, chosen.weights)
 
-Pair p is choice p % top_k of row p // top_k. A tile of a product is BLOCK_M pairs of one expert; a
-launch has as many tiles as there could be, and those past the last one leave at once. So nothing is
-read on the host, and one capture serves every routing. Choices are added in their order, and a
-product's sum runs over its inputs in one order: a row's result depends on its own numbers alone, as
-long as passes have tiles of one shape (`ProductTile.of`).
+Pair p is choice p % top_k of row p // top_k. A tile of a product is BLOCK_M pairs of one expert. A
+launch has the maximum number of tiles, and surplus ones return at once. So nothing is read on the
+host, and one capture serves every routing. Choices are added in their order, and a product's sum
+runs over its inputs in one order: a row's result depends on its own numbers alone, as long as
+passes have tiles of one shape (`ProductTile.of`).
 
-Weights in FP8 are made 16 bits in registers. A scale of all inputs is applied at the end, one of a
-block after the block's sum.
+FP8 weights are converted to 16 bits in registers. A scale for all inputs is applied at the end, a
+block's scale after the block's sum.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ProductTile:
     Attributes:
         pairs: pairs of a tile.
         outputs: outputs of each pair in a tile.
-        inputs: inputs that are read at a time.
+        inputs: number of inputs that are read at a time.
     """
 
     pairs: int
@@ -75,7 +75,7 @@ class ProductTile:
 
     @classmethod
     def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype) -> ProductTile:
-        """Return the shape for a number of pairs. fp32 has no tensor cores, and keeps to small tiles."""
+        """Return the tile shape for a number of pairs. fp32 has no tensor cores and gets small tiles."""
         if dtype == torch.float32:
             return cls(16, 32, 32, 4, 3)
         if num_pairs <= MANY_PAIRS * num_experts:
@@ -83,7 +83,7 @@ class ProductTile:
         return cls(64, 64, 64, 4, 3)
 
     def max_tiles(self, num_pairs: int, num_experts: int) -> int:
-        """Return how many tiles there are at most, however the pairs are spread over experts."""
+        """Return the maximum number of tiles, over all ways in which pairs can be spread over experts."""
         used = min(num_pairs, num_experts)
         return used + (num_pairs - used) // self.pairs
 
@@ -98,7 +98,7 @@ def route(
     """Choose the experts of each row by the softmax over its first num_experts logits; ties go to the lower expert.
 
     Args:
-        is_normalized: whether the weights of the chosen ones are divided by their sum.
+        is_normalized: whether the weights of the chosen experts are divided by their sum.
         dtype: dtype of the weights.
     """
     experts = torch.empty(len(logits), top_k, dtype=torch.int32, device=logits.device)

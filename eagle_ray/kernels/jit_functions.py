@@ -1,11 +1,11 @@
-"""Functions that kernels call: keyed Gumbel noise, and numbers as integers of the same order.
+"""Triton functions that kernels call: keyed Gumbel noise, and numbers mapped to integers that sort alike.
 
-The noise is that of sampling/noise.py. The hash is equal bit for bit. The logarithms are a series
-of their own, within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative
-errors near 1, and Triton's interpreter lacks the accurate one.
+The noise is that of sampling/noise.py. The hash is equal bit for bit. Logarithms are computed by a
+series, within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative errors
+near 1, and Triton's interpreter lacks the accurate one.
 
-order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
-ranked(score, token): the higher score is larger, of equal scores the lower token
+order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan) ranked(score, token):
+the higher score is larger, of equal scores the lower token
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGEST_BELOW_1: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 @triton.jit
 def gumbel(key, tokens):
-    """Return the noise of the tokens (int64) under a key of `noise_key`, in fp32."""
+    """Return the Gumbel noise of tokens (int64) under a key from `noise_key`, in fp32."""
     # A hash's upper 32 bits are a uniform number between 0 and 1.
     hashed = _mix64(key + tokens.to(tl.uint64) * _GOLDEN) >> 32
     v = (hashed.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
@@ -100,7 +100,7 @@ _LOW: tl.constexpr = tl.constexpr(2**32 - 1)
 
 @triton.jit
 def order(x):
-    """Map fp32 numbers to int64 in [0, 2**32) in equal order. NaN is the largest, and -0 equals 0."""
+    """Map fp32 numbers to integers (int64 in [0, 2**32)) that sort alike. NaN is the largest, and -0 equals 0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     signed = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return tl.where(x != x, _NAN, signed + 2**31)
@@ -108,9 +108,9 @@ def order(x):
 
 @triton.jit
 def ranked(score, tokens, is_valid):
-    """Return int64 keys that order by score, then by the lower token (below 2**32).
+    """Return int64 keys that sort by score, then by the lower token (below 2**32).
 
-    The keys of what is not valid are below all others.
+    Keys of invalid entries are below all others.
     """
     lower = tokens ^ _LOW
     upper = (order(score) - 2**31) << 32
@@ -119,13 +119,13 @@ def ranked(score, tokens, is_valid):
 
 @triton.jit
 def token_of(key):
-    """Return the token of a packed key."""
+    """Return the token of a key that `ranked` has made."""
     return (key & _LOW) ^ _LOW
 
 
 @triton.jit
 def score_of(key):
-    """Return the score of a packed key; all NaN are one."""
+    """Return the score of a key that `ranked` has made; all NaNs are one."""
     signed = (key >> 32).to(tl.int32)
     bits = tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed)
     return bits.to(tl.float32, bitcast=True)
@@ -140,7 +140,11 @@ def double(numbers, SIZE: tl.constexpr):
 
 @triton.jit
 def fp8_from_bytes(octets):
-    """Return the numbers of FP8 in fp32: exponent and mantissa go where fp32 has its lower ones, 2 ** 120 too small."""
+    """Convert FP8 numbers given as bytes to fp32.
+
+    Exponent and mantissa go to the lower bits of fp32's fields, which gives a number 2 ** 120 too
+    small.
+    """
     bits = octets.to(tl.int32)
     moved = ((bits & 128) << 24) | ((bits & 127) << 20)
     return moved.to(tl.float32, bitcast=True) * 1.329227995784916e36

@@ -1,10 +1,10 @@
 """The small operations of a decoder layer: one launch each by fused_layer.py where Triton runs, elsewhere by torch.
 
-kernels/cpu_ops.py computes these in C++ on a CPU. Whether Triton runs is asked at each call, since
+kernels/cpu_ops.py computes them in C++ on a CPU. Each call checks whether Triton runs, since
 kernels that fail are turned off while an engine runs.
 
-add_rms_norm and silu_mul have a second form, which returns FP8 rows with a scale each for a
-projection that reads those. The rounding is part of the launch.
+add_rms_norm and silu_mul have a second form for projections with FP8 inputs: it returns FP8 rows
+with a scale each, rounded in the same launch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def add_rms_norm(
 def rms_norm(
     rows: Float[Tensor, "*rows W"], weight: Float[Tensor, " W"], eps: float
 ) -> Float[Tensor, "*rows W"]:
-    """Return the RMSNorm by torch. A weight in fp32 is multiplied before the result is rounded to the rows' dtype."""
+    """Compute RMSNorm by torch. With a weight in fp32, the product is computed before the result is
+    rounded to the rows' dtype."""
     if weight.dtype is rows.dtype:
         return F.rms_norm(rows, weight.shape, weight, eps)
     return F.rms_norm(rows.float(), weight.shape, weight, eps).to(rows.dtype)

@@ -1,4 +1,4 @@
-"""Weights in FP8 restored to 16 bits in one launch, for products of many rows.
+"""Restore FP8 weights to 16 bits in one launch, for products of many rows.
 
 weight = restored_fp8(values, scale, (128, 128), torch.bfloat16)
 """
@@ -24,7 +24,7 @@ def restored_fp8(
     block: tuple[int, int],
     dtype: torch.dtype,
 ) -> Float[Tensor, "O I"]:
-    """Return values times the scales of their blocks.
+    """Return values times the scales of their blocks, in 16 bits.
 
     Args:
         block: outputs and inputs that share a scale.

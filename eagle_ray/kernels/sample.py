@@ -1,15 +1,15 @@
-"""The target's picks of all rows, greedy and sampled, straight from logits of any width.
+"""Sample the target's token of each row, greedy or random, from its logits on a GPU.
 
     tokens = sample_rows(logits, temperature, top_k, top_p, min_p, seed, seq, positions)
 
 A row is read by as many programs as it has parts of BLOCK tokens, so that one row of a large
-vocabulary keeps a whole GPU busy; nothing of a row's length is written. Equal to
-sampling/sampler.py but for rounding: noise differs by 1e-6 and a token whose cumulative probability
-is within 1e-5 of top_p's edge may fall on its other side. Here that is for the rounding of the
-exponentials alone: e**-x is off by 2**-24 of itself for each unit of x, whose mean is the entropy
-at most, so by 1e-6 over 2**17 tokens. There it is for sums in fp32 too. Against exact sums both are
-within 1e-6 for 3,000 random logits (tests/kernels/test_sample.py); tests/kernels/test_edges.py
-counts it on a device.
+vocabulary keeps a whole GPU busy; nothing of a row's length is written. Results equal those of
+sampling/sampler.py except for rounding: noise differs by 1e-6, and a token whose cumulative
+probability is within 1e-5 of top_p may be kept by one and cut by the other. Here only the
+exponentials are rounded: e**-x is off by 2**-24 of itself for each unit of x, whose mean is at most
+the entropy, so by 1e-6 over 2**17 tokens. There the sums in fp32 are rounded, too. Both are within
+1e-6 of exact sums for 3,000 random logits (tests/kernels/test_sample.py);
+tests/kernels/test_edges.py counts it on a device.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def sample_rows(
     seq: Int[Tensor, " R"],
     positions: Int[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
-    """Return the sampled tokens, as sampling.sample.
+    """Sample a token from each row of logits, like sampling.sample.
 
     Args:
-        temperature: 0 is greedy.
-        top_k: None if no row uses it.
-        top_p: None if no row uses it.
-        min_p: None if no row uses it.
+        temperature: temperature of each sequence; 0 is greedy.
+        top_k: top-k of each sequence; None if no row uses it.
+        top_p: top-p of each sequence; None if no row uses it.
+        min_p: min-p of each sequence; None if no row uses it.
     """
     rows = SampleRows(logits, temperature, seq)
 
@@ -122,7 +122,8 @@ class SampleRows:
     def narrowed(
         self, kind: int, limits: Tensor, peaks: Tensor | None, floors_k: Int[Tensor, " R"] | None
     ) -> tuple[Int[Tensor, " R"], Int[Tensor, "R parts"]]:
-        """Return the lowest kept order of each row, and the probability before it of each part."""
+        """Return for each row the order of the lowest kept score so far, and for each part the
+        probability before it."""
         device = limits.device
         bases = torch.empty(2, self.num_rows, dtype=torch.int64, device=device)
         sums = torch.empty(2, *self.grid, DIGITS.value, dtype=torch.int64, device=device)
@@ -168,10 +169,10 @@ class SampleRows:
     def with_ties(
         self, top_p: Float[Tensor, " B"], peaks: Tensor, floors_k: Int[Tensor, " R"] | None
     ) -> tuple[Int[Tensor, " R"], tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Return top-p's least order of each row, and four numbers of each part.
+        """Return for each row the order of top-p's lowest kept score, and for each part four numbers about it.
 
-        They are the probability before the cut and above it, and the tokens and the probability
-        at it.
+        They are the probability before the cut and above it, and the tokens and the probability at
+        it.
         """
         floors, totals = self.narrowed(TOP_P, top_p, peaks, floors_k)
         above = self.scratch(torch.int64)
@@ -207,7 +208,7 @@ def draw(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Compute the best token of this part: by logit in greedy rows, else by score and noise among kept tokens."""
+    """Triton kernel: the best token of a part, by logit in greedy rows, else by score and noise among kept tokens."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     i = tl.load(seq + row)
@@ -242,7 +243,7 @@ def draw(
 
 @triton.jit
 def winner(best, tokens, num_parts, PARTS: tl.constexpr):
-    """Compute the best token of each row's parts."""
+    """Triton kernel: the best token of each row, from the best of its parts."""
     row = tl.program_id(0)
     parts = tl.arange(0, PARTS)
     keys = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))

@@ -1,20 +1,20 @@
-"""Products of up to SKINNY_ROWS rows with a weight that stays as it is stored, in one launch.
+"""Multiply up to SKINNY_ROWS rows by a weight in its stored form, in one launch.
 
     weight = StoredWeight.fp8(values, scale, (128, 128))        # or in bf16, or in words of 4 bits
     out = skinny_product(rows, weight, bias, no_arrivals(weight))       # rows @ weight.T + bias
 
-Such a product is bound by reading the weight. A program reads BLOCK_O outputs of it over one part of
-the inputs, makes bf16 of them in registers, and multiplies all rows by them:
+Such a product is bound by reading the weight. A program reads BLOCK_O outputs of it over one part
+of the inputs, converts them to bf16 in registers, and multiplies all rows by them:
 
     inputs     |-- part 0 --|-- part 1 --|-- part 2 --|
     outputs    a program for each part of each tile; the last one to arrive adds the parts in their order
 
-Parts and tiles depend on the shape of the weight and on its form alone (`ProductCut.of`), so a row's bits
-do not depend on how many rows there are. How the last program knows that all parts are there, and
-why its reads are after their writes, stands in kernels/flash_decoding.py.
+Parts and tiles depend on the shape of the weight and on its form alone (`ProductCut.of`), so a
+row's bits do not depend on how many rows there are. kernels/flash_decoding.py explains how the last
+program knows that all parts are written, and why its reads come after these writes.
 
-A scale of FP8 that holds for all inputs of an output is applied once, at the end; one of a block
-after the block's sum. GPUs older than FP8_CAPABILITY take FP8 apart by its bits.
+An FP8 scale for all inputs of an output is applied once, at the end; a block's scale after the
+block's sum. GPUs older than FP8_CAPABILITY decode FP8 by its bits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def skinny_product(
     """Return rows @ weight.T + bias in the rows' dtype.
 
     Args:
-        rows: up to SKINNY_ROWS; a row is contiguous.
-        arrivals: counts of `no_arrivals`, which are zero before and after.
+        rows: up to SKINNY_ROWS input rows, each contiguous.
+        arrivals: counters from `no_arrivals`, which are zero before and after.
     """
     values, row_scales = (rows.values, rows.scale) if isinstance(rows, ScaledRows) else (rows, None)
     num_rows = len(rows)

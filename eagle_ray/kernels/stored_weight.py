@@ -1,11 +1,10 @@
-"""Weights as a GPU keeps them, and how the product of a few rows deals them out to programs.
+"""StoredWeight and ProductCut: a weight's stored form on a GPU, and how a product of few rows splits it over programs.
 
-weight = StoredWeight.fp8(values, scale, (128, 128))
-ProductCut.of(weight)                                  # tiles and parts, by the weight's shape and form alone
+weight = StoredWeight.fp8(values, scale, (128, 128)) ProductCut.of(weight)
+# tiles and parts, by the weight's shape and form alone
 
-form    numbers                               scales
-dense   [O, I] in the rows' dtype             none
-fp8     [O, I] in FP8                         one of each block of outputs and inputs, such as
+form    numbers                               scales dense   [O, I] in the rows' dtype
+none fp8     [O, I] in FP8                         one of each block of outputs and inputs, such as
                                               1 x I, O x I and 128 x 128
 int4    words of models/gpu_linears           [G, O, 2] scale and zero of each group of inputs:
         .tile_packed                          (code - 8) * scale + zero
@@ -36,8 +35,8 @@ class StoredWeight:
     """A weight of num_outputs x num_inputs numbers in one of the forms above.
 
     Attributes:
-        scales: None for dense weights.
-        block: outputs and inputs that share a scale of FP8; (1, inputs of a group) in 4 bits.
+        scales: scales of the weight; None for dense weights.
+        block: outputs and inputs that share a scale in FP8; (1, inputs of a group) in 4 bits.
     """
 
     form: Form
@@ -72,12 +71,12 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class ProductCut:
-    """How a weight is dealt out to programs.
+    """How a product splits a weight over programs.
 
     Attributes:
-        outputs, inputs: size of a tile, of which a program reads several along the inputs.
-        steps: tiles of a part.
-        parts: parts of the inputs.
+        outputs, inputs: size of a tile; a program reads several tiles along the inputs.
+        steps: tiles per part.
+        parts: number of parts that the inputs are split into.
     """
 
     outputs: int
@@ -98,7 +97,7 @@ class ProductCut:
         return cls(outputs, inputs, steps, ceil_div(num_steps, steps))
 
     def num_tiles(self, num_outputs: int) -> int:
-        """Return the tiles of outputs, each of which counts arrivals."""
+        """Return the number of tiles along the outputs; each has a counter of arrivals."""
         return ceil_div(num_outputs, self.outputs)
 
 
@@ -112,7 +111,7 @@ def _inputs_of_a_tile(weight: StoredWeight) -> int:
 
 
 def why_not_skinny(weight: StoredWeight) -> str | None:
-    """Return why no skinny product takes a weight, or None."""
+    """Return why the kernel for few rows cannot multiply by a weight, or None if it can."""
     block = weight.block[1]
     if weight.form == "fp8" and block < weight.num_inputs and block % BLOCK_INPUTS[-1]:
         return f"{block} inputs share a scale, and the kernel takes multiples of {BLOCK_INPUTS[-1]}"
@@ -120,11 +119,11 @@ def why_not_skinny(weight: StoredWeight) -> str | None:
 
 
 def no_arrivals(weight: StoredWeight) -> Int32[Tensor, " tiles"]:
-    """Return a count of arrivals for the products of a weight that run one after the other."""
+    """Return zeroed arrival counters for a weight's products, which must run one after the other."""
     num_tiles = ProductCut.of(weight).num_tiles(weight.num_outputs)
     return torch.zeros(num_tiles, dtype=torch.int32, device=weight.numbers.device)
 
 
 def ceil_div(number: int, size: int) -> int:
-    """Return how many pieces of a size hold a number of things."""
+    """Return how many pieces of a given size are needed for a number of things, rounded up."""
     return -(-number // size)

@@ -1,12 +1,12 @@
-"""Log-probabilities of a row's tokens, of its best k or of given ones, without a sort and fp32 copies of the logits.
+"""Log-probabilities of a row's best k tokens, or of given tokens, without a sort and without fp32 copies of the logits.
 
     scores, places, own = top_k(logits, 10)                   # EAGLE-2's ranking
     scores, places, own = top_k(logits, 10, push)             # coupled: see methods/coupling.py
     log_probs = log_probs_of(logits, tokens)                  # one logsumexp and one logit per row
 
-Each part of a row names its own k best, one after the other; a second launch picks the k best of
-those. Of equal scores the lower place comes first; in a row with a NaN or an infinite logit every
-score is NaN, as log_softmax has it.
+Each part of a row finds its own k best, one after the other; a second launch merges them. Of equal
+scores the lower index comes first. In a row with a NaN or an infinite logit every score is NaN, as
+with log_softmax.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _TAKEN: tl.constexpr = tl.constexpr(-(2**63))
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What coupling adds to the logits of sampled sequences; those of temperature 0 are left alone.
+    """What coupling (methods/coupling.py) adds to the logits of sampled sequences. Rows of
+    temperature 0 stay unchanged.
 
     Attributes:
-        weights: weights of the logit, the noise, the noise above `large`, and being under the
-            floor.
-        positions: positions of the tokens that are chosen after these nodes.
-        floors: least logit that the sampler's cuts would keep; None where nothing is cut.
-        token_ids: token at each place; None where the place is the token.
+        weights: weights of the logit, of the noise, of the noise above `large`, and of being below
+            the floor.
+        positions: positions of the tokens after these nodes.
+        floors: lowest logit that the sampler's cuts would keep; None if nothing is cut.
+        token_ids: token of each logit; None if its index is the token.
     """
 
     weights: Float[Tensor, " 4"]
@@ -52,10 +53,11 @@ class Push:
 def top_k(
     logits: Float[Tensor, "B F V"], k: int, push: Push | None = None
 ) -> tuple[Float[Tensor, "B F K"], Int[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-    """Return the log-probabilities by which the best k are ranked, their places, and their own unpushed.
+    """Return the best k tokens of each row: the log-probabilities they are ranked by, their
+    indices, and their uncoupled ones.
 
     Args:
-        k: at most MAX_K.
+        k: number of tokens, at most MAX_K.
     """
     batch, num_nodes, vocab = logits.shape
     logits = logits.reshape(-1, vocab)
@@ -135,7 +137,7 @@ def best_of_parts(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the K best of this part, best first, as packed keys."""
+    """Triton kernel: the K best tokens of a part, best first, as keys of `ranked`."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     indices, real, x = load_row(logits, vocab, row, part, vocab, BLOCK)
@@ -194,7 +196,7 @@ def merge(
     CANDIDATES: tl.constexpr,
     PUSHED: tl.constexpr,
 ):
-    """Compute the K best of all parts, their scores, and their logits minus the row's logsumexp."""
+    """Triton kernel: the K best tokens of all parts, their scores, and their logits minus the row's logsumexp."""
     row = tl.program_id(0)
     parts = tl.arange(0, PARTS)
     at = row * num_parts + parts
@@ -245,7 +247,7 @@ PART_OF_SUM = 4096  # tokens
 
 
 def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """Return the log-probability of each token, as sampling.log_probs_of within fp32's rounding.
+    """Return the log-probability of a given token of each row, equal to sampling.log_probs_of within fp32's rounding.
 
     Several programs read parts of one row; each returns (maximum, sum of exp(x - maximum)), which
     are then combined. NaN or +inf anywhere makes the row's result NaN, as in log_softmax; so does a
@@ -271,7 +273,7 @@ def log_probs_of(logits: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Flo
 
 @triton.jit
 def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constexpr):
-    """Compute each part's maximum logit and sum of exponentials."""
+    """Triton kernel: each part's maximum logit and sum of exponentials."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     _, _, x = load_row(logits, stride, row, part, vocab, BLOCK)
@@ -282,7 +284,7 @@ def sum_parts(logits, stride, vocab, highest, sums, num_parts, BLOCK: tl.constex
 
 @triton.jit
 def gather(logits, stride, tokens, highest, sums, out, num_parts, PARTS: tl.constexpr):
-    """Compute the token's logit minus the row's logsumexp."""
+    """Triton kernel: a given token's logit minus the row's logsumexp."""
     row = tl.program_id(0)
     parts = tl.arange(0, PARTS)
     at = row * num_parts + parts

@@ -1,19 +1,19 @@
-"""Top-k and top-p without a sort: the least score that each keeps, found sixteen values at a time.
+"""Top-k and top-p without a sort: find the lowest score that each keeps, four bits per launch.
 
-A score's order is an integer. Some 4 bits of the least one that is kept are fixed by each launch of
-`narrow`: every program counts what its part of a row has at or above each of 16 candidates, and the
-next launch adds the parts up. What is counted is tokens for top-k and probability for top-p, in
-whole units of 2**-44, so that no sum depends on the order it is made in: a row's cuts are the same
-in every company.
+A score is mapped to an integer that sorts alike. Each launch of `narrow` fixes some 4 bits of the
+lowest kept one: every program counts what its part of a row has at or above each of 16 candidates,
+and the next launch adds the parts up. It counts tokens for top-k and probability for top-p, in
+integer units of 2**-44, so that sums do not depend on their order: a row's cuts do not depend on
+the other rows.
 
     peak     the highest score of each row                                   for top_p and min_p
     narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
 
-`cut_floor` finds in one launch the least logit of each row that a sampler's cuts would keep, as
-`lowest_retained` of methods/coupling.py does: one program per row, which ends at once if the row is
-greedy or cuts nothing. It is for ranking drafts, so the cuts are worked out on the best few tokens
-alone.
+`cut_floor` finds in one launch the lowest logit of each row that a sampler's cuts would keep, like
+`lowest_retained` of methods/coupling.py: one program per row, which ends at once if the row is
+greedy or cuts nothing. It serves the ranking of drafts, so the cuts are computed on the best few
+tokens alone.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def load_row(logits, stride, row, part, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def scores_of(x, temperature):
-    """Divide as torch does; a GPU's fast division rounds differently."""
+    """Divide logits by the temperature with torch's rounding; a GPU's fast division rounds differently."""
     return tl.div_rn(x, tl.full(x.shape, temperature, tl.float32))
 
 
 @triton.jit
 def order_of(x, scores, ORDER_BITS: tl.constexpr):
-    """Return the order of scores. Half-precision logits need fewer bits, so the other bits are constant."""
+    """Map scores to integers that sort alike. Half-precision logits need fewer bits, so the other bits are constant."""
     if ORDER_BITS < 32:
         return order(x) >> (32 - ORDER_BITS)
     else:
@@ -70,7 +70,7 @@ def _mass(scores, peak, retained):
 
 @triton.jit
 def peak_of(peaks, row, num_parts, PARTS: tl.constexpr):
-    """Return the highest score of a row from the highest ones of its parts."""
+    """Return the highest score of a row from those of its parts."""
     parts = tl.arange(0, PARTS)
     peaks_at = peaks + row * num_parts + parts
     return tl.max(tl.load(peaks_at, mask=parts < num_parts, other=-float("inf")))
@@ -78,7 +78,7 @@ def peak_of(peaks, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def sum_of(sums, row, num_parts, PARTS: tl.constexpr):
-    """Return the sum of a row's parts, which are whole numbers."""
+    """Add up a number over the parts of a row, in integers."""
     parts = tl.arange(0, PARTS)
     sums_at = sums + row * num_parts + parts
     return tl.sum(tl.load(sums_at, mask=parts < num_parts, other=0))
@@ -86,7 +86,7 @@ def sum_of(sums, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def peak(logits, stride, vocab, temperatures, seq, peaks, num_parts, BLOCK: tl.constexpr):
-    """Compute the highest score of this part."""
+    """Triton kernel: the highest score of a part."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     temperature = tl.load(temperatures + tl.load(seq + row))
@@ -151,7 +151,8 @@ def narrow(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Compute this part's sums at and above each digit at `shift`; earlier launches fixed the higher digits."""
+    """Triton kernel: a part's counts at and above each candidate digit at `shift`; earlier launches
+    fixed the higher digits."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     i = tl.load(seq + row)
@@ -204,7 +205,7 @@ def settle(
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Write the lowest kept order into floors; rows without this filter keep everything."""
+    """Triton kernel: write the lowest kept score's order into floors. Rows without this filter keep everything."""
     row = tl.program_id(0)
     i = tl.load(seq + row)
     floor = tl.full((), _ALL, tl.int64)
@@ -234,7 +235,7 @@ def ties(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Sum the probability of this part's tokens above the floor, and of those at it."""
+    """Triton kernel: a part's probability above the floor and at it."""
     row = tl.program_id(0)
     part = tl.program_id(1)
     i = tl.load(seq + row)
@@ -270,7 +271,7 @@ def retained_ties(
     KIND: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return which tokens at the floor top-p keeps: the highest ids, as in a stable ascending sort."""
+    """Return which tokens exactly at the floor top-p keeps: the highest ids, as in a stable ascending sort."""
     wanted = _wanted(top_p, i, totals, row, num_parts, vocab, KIND, PARTS)
     missing = wanted - sum_of(above, row, num_parts, PARTS)
 

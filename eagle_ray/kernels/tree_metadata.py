@@ -1,14 +1,13 @@
-"""KernelTrees: what attention's kernels know of B trees and of where their rows lie. All of it stands on the device.
+"""KernelTrees: attention metadata of B trees for the Triton kernels, all of it on the device.
 
-Nothing here depends on how long the sequences are or on how many rows each of them has: a CUDA
-graph can hold it.
+No shape depends on the sequences' lengths or on their numbers of rows, so a CUDA graph can hold it.
 
     rows     r0 r1 r2 | r3 | r4 r5 | .. ..     packed: the nodes of each tree follow those of the tree before it
     seq       0  0  0    1    2  2   -1 -1     padding rows belong to none
     programs  each takes BLOCK_M of one tree's nodes x query heads of one key/value head
 
-TileShape is what a program does, Reading how a layer's programs share a pass. They count the memory
-of sums: what a launch allocates, and what a plan keeps free for it.
+TileShape is the work of one program, Reading is how a layer's programs share a pass. Both are used
+to compute the memory of partial sums, for a launch and for a memory plan.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from eagle_ray.kernels.fp8 import FP8
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Where the rows of each tree lie among R. A tree's rows are neighbours, in their order.
+    """Which of R packed rows belong to each tree. A tree's rows are adjacent and in the order of its nodes.
 
     Attributes:
-        seq: the tree of each row, -1 for padding.
-        starts: the first row of each tree.
-        counts: the rows of each tree.
+        seq: index of each row's tree, -1 for padding.
+        starts: index of each tree's first row.
+        counts: number of each tree's rows.
     """
 
     seq: Int[Tensor, " R"]
@@ -44,11 +43,11 @@ class PackedRows:
 
     @classmethod
     def of(cls, seq: Int[Tensor, " R"], batch: int, pitch: int | None = None) -> PackedRows:
-        """Return where the rows of `batch` trees lie.
+        """Find the rows of `batch` trees.
 
         Args:
-            pitch: row b * pitch is the first of tree b; None where trees follow one another without
-                gaps.
+            pitch: distance between the first rows of trees; None if trees follow one another
+                without gaps.
         """
         counts = seq.new_zeros(batch + 1)  # padding rows are counted first, and dropped
         counts = counts.scatter_add_(0, seq + 1, torch.ones_like(seq))[1:]
@@ -59,17 +58,18 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class KernelTrees:
-    """Trees of up to N rows each, over M tree positions after what each of B slots holds.
+    """Trees of up to N rows each, over M tree positions after the cached tokens of each of B slots.
 
     Attributes:
-        lengths: tokens that each slot holds.
-        table: the block of every BLOCK_SIZE positions of a slot.
-        words: bit j % 64 of word j // 64 is set where a row sees tree position j.
-        depths, position_depths: depths of rows and tree positions, read by windows alone.
-        rows: None is the rectangle B x N without padding.
-        first: the first position that is seen.
-        max_positions: the most positions that a slot may hold.
-        work_lists: lists of the layers that have attended; see kernels/work_list.py.
+        lengths: cached tokens of each slot.
+        table: block number of every BLOCK_SIZE positions of a slot.
+        words: ancestor masks: bit j % 64 of word j // 64 is set if a row sees tree position j.
+        depths, position_depths: depths of rows and of tree positions, used only for sliding
+            windows.
+        rows: packing of the rows; None is the rectangle B x N without padding.
+        first: first visible position of each slot.
+        max_positions: maximum positions of a slot.
+        work_lists: work lists that layers of this pass have made; see kernels/work_list.py.
     """
 
     slots: Int[Tensor, " B"]
@@ -110,19 +110,20 @@ LARGEST_TREE_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The work of one program of tree attention, chosen from what the host knows.
+    """The work of one program of tree attention, chosen from sizes that the host knows.
 
-    That is the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py checks
-    shared memory and registers of each shape, compiled ahead of time for sm_80 and sm_90.
+    These are the model's sizes and bounds on rows and lengths. tests/kernels/test_compiled.py
+    checks shared memory and registers of each shape, compiled ahead of time for sm_80 and sm_90.
 
     Attributes:
-        rows: nodes x heads of a program.
-        keys: with their values, of one tile, which may lie in two ancestor words.
-        per_core: programs that a multiprocessor runs at a time, or as many as keep its memory busy.
-        parts: the most parts of a context, over all programs that take a tree's rows. One program
-            adds up those of its rows: 64 parts of 16 rows x 128 fp32 numbers are 0.5 MB, as 16
-            parts of 64 rows are.
-        fold: parts that are added at a time.
+        rows: nodes x heads per program.
+        keys: number of keys (with values) per tile; they may lie in two ancestor words.
+        per_core: programs that a multiprocessor runs at a time, or that suffice to keep its memory
+            busy.
+        parts: maximum parts of a context, over all programs for a tree's rows. One program adds up
+            the parts of its rows: 64 parts of 16 rows x 128 fp32 numbers are 0.5 MB, and so are 16
+            parts of 64 rows.
+        fold: number of parts that are added at a time.
     """
 
     rows: int
@@ -135,7 +136,7 @@ class TileShape:
 
 
 def unsupported_heads(dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
-    """Return why tree attention does not support such keys and values, or None."""
+    """Return why tree attention does not support keys and values of these sizes, or None if it does."""
     if dtype not in TREE_DTYPES:
         return f"keys and values are {dtype}"
     if max(key_dim, value_dim) > LARGEST_TREE_DIM:
@@ -150,13 +151,13 @@ def tile_shape(
     dtype: torch.dtype,
     capability: tuple[int, int],
 ) -> TileShape:
-    """Return the shape of a pass's programs.
+    """Choose the shape of a pass's programs.
 
     A block's number must arrive before the tile that it names: each tile under way takes two stages
     after the first.
 
     Args:
-        rows_per_tree: nodes x heads that a typical tree has of one key/value head.
+        rows_per_tree: nodes x query heads per key/value head in a typical tree.
     """
     is_large = max(key_dim, value_dim) > 128
     is_hopper = capability[0] == 9
@@ -183,11 +184,11 @@ TILE_ROWS = (16, 32, 64, 128)  # one for each tile
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a work list depends on besides the trees: the rows of a pass and how a layer's programs read.
+    """How the programs of a layer share a pass: all that a work list depends on besides the trees.
 
     Attributes:
-        num_rows: rows of the pass, padding included.
-        window: window of the layer.
+        num_rows: number of rows of the pass, padding included.
+        window: attention window of the layer.
         at_once: programs that the GPU runs at a time.
     """
 
@@ -205,20 +206,21 @@ class Reading:
 
     @property
     def part_tiles(self) -> int:
-        """Return the tiles of the shortest part."""
+        """Return the number of tiles in the shortest part of a context."""
         return max(PART_POSITIONS // self.tile.keys, 1)
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a row's sums over a part: of each head fp32 values, a maximum and a total."""
+        """Return the bytes of one row's partial attention results over one part: per head, fp32
+        values, a maximum and a total."""
         return self.heads * (self.value_dim + 2) * torch.float32.itemsize
 
     def tail_parts(self, num_positions: int) -> int:
-        """Return an upper bound on the parts that tree positions add to a context."""
+        """Return an upper bound on the parts that the tree positions add to a context's own."""
         return num_positions // (self.tile.keys * self.part_tiles) + 2
 
     def max_parts(self, num_positions: int, max_positions: int) -> int:
-        """Return a bound on the parts of any context.
+        """Return an upper bound on the number of parts of any context.
 
         Args:
             num_positions: positions of a tree.
@@ -229,13 +231,14 @@ class Reading:
         return min(by_tile, max_positions // size + 1)
 
     def sum_rows(self, num_parts: int, programs: int) -> tuple[int, int]:
-        """Return the rows of partial sums for uncut contexts, and for uncut and cut ones together."""
+        """Return the buffer rows for partial sums: those of contexts that one program reads whole,
+        and those of all contexts."""
         own = -(-programs * self.tile.fold * self.tile.rows // self.heads)
         cut = min(self.num_rows * num_parts, MAX_SUMS_BYTES // self.row_bytes)
         return own, own + cut
 
     def max_sum_bytes(self, num_positions: int, max_positions: int) -> int:
-        """Return the most bytes of sums that a launch allocates, for arguments as of `max_parts`."""
+        """Return the maximum bytes of partial sums that a launch allocates. Arguments as for `max_parts`."""
         num_parts = self.max_parts(num_positions, max_positions)
         _, rows = self.sum_rows(num_parts, self.at_once)
         return rows * self.row_bytes
@@ -250,7 +253,8 @@ def possible_readings(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Reading]:
-    """Return how layers without a window may read in a pass of num_rows, however these are spread over trees."""
+    """Return every Reading that layers without a window may have in a pass of num_rows, over all
+    ways of spreading the rows."""
     capability, cores = multiprocessors(device)
     tiles = {tile_shape(rows, key_dim, value_dim, dtype, capability) for rows in TILE_ROWS}
     return [
@@ -261,7 +265,7 @@ def possible_readings(
 
 @cache
 def multiprocessors(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Return compute capability and number of multiprocessors: of an H100 if no GPU can be seen from here."""
+    """Return the GPU's compute capability and number of multiprocessors; an H100's if no GPU is visible here."""
     if device.type != "cuda":
         return INTERPRETED
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Run on a CPU in one call each what a step does with trees before and after the target's pass.
+"""A step's operations on trees before and after the target's pass, in one C++ call each on a CPU.
 
     if tree_ops.available(device):
         tensors = tree_ops.select_nodes(tree.tensors, keep, 8)        # tree/draft_tree.py
@@ -11,8 +11,8 @@
         record = tree_ops.record_trees(...)                           # engine/step.py
         best = tree_ops.best_candidates(values, max_candidates)       # tree/budget.py
 
-The functions of the same names in tree_ops.cpp do what torch does at these places, which tests hold
-equal.
+tree_ops.cpp has a function of each name. It computes what torch does in the named modules; tests
+compare both.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Trees(Structure):
 def select_nodes(
     tensors: tuple[Tensor, ...], keep: Bool[Tensor, "B N"], num_nodes: int
 ) -> tuple[Int[Tensor, "B M"], ...]:
-    """Return the tensors of the kept nodes' trees, in the order of DraftTree's."""
+    """Return the tensors of the trees reduced to the kept nodes, in the order of DraftTree's."""
     selected = [x.new_empty(len(x), num_nodes) for x in tensors]
     inputs = [x.contiguous() for x in tensors]
     keep = keep.contiguous()
@@ -69,7 +69,8 @@ def select_nodes(
 
 
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
-    """Return a mask [b, i, j]: node j is node i or an ancestor of it. Parents come before their children."""
+    """Return a mask [b, i, j] that is true if node j is node i or an ancestor of it. Parents must
+    come before children."""
     parents = parents.contiguous()
     seen = torch.empty(*parents.shape, parents.shape[1], dtype=torch.bool)
     cpu_ops.function_for("ancestors")(seen.data_ptr(), parents.data_ptr(), *parents.shape)
@@ -97,7 +98,7 @@ def pack_rows(
     """Return tokens, positions, seq, node and row_of of VerifyRows.
 
     Args:
-        tensors: the trees', in the order of DraftTree's.
+        tensors: tensors of the trees, in the order of DraftTree's.
     """
     inputs = [x.contiguous() for x in tensors]
     tokens, positions, seq, node = torch.empty(4, num_rows, dtype=torch.int64).unbind()
@@ -123,8 +124,8 @@ def lay_out_rows(
     """Return slot_mapping, slots, end, positions, position_depths and mask of CpuMetadata.
 
     Args:
-        rows: as `pack_rows` returns them.
-        tensors: the trees', in the order of DraftTree's.
+        rows: result of `pack_rows`.
+        tensors: tensors of the trees, in the order of DraftTree's.
     """
     num_rows = len(rows[0])
     num_nodes = tensors[0].shape[1]
@@ -157,7 +158,7 @@ def walk_paths(
     picks: Int[Tensor, " R"],
     length: int,
 ) -> tuple[Int[Tensor, "B D1"], Int[Tensor, " B"], Int[Tensor, "B D1"]]:
-    """Return the nodes of the accepted paths, their numbers and the sampled tokens, as in VerifyResult."""
+    """Return the nodes of the accepted paths, their lengths and the sampled tokens, as in VerifyResult."""
     batch, num_nodes = tokens.shape
     nodes, out = torch.empty(2, batch, length, dtype=torch.int64)
     num_accepted = torch.empty(batch, dtype=torch.int64)
@@ -175,10 +176,10 @@ def move_rows(
     lengths: Int[Tensor, " B"],
     nodes: Int[Tensor, "B D1"],
 ) -> None:
-    """Move the rows of each path's nodes to where they belong, in every layer.
+    """Move the cache rows of each accepted path to their final positions, in every layer.
 
     Args:
-        numbers: [layers, indices, ...].
+        numbers: keys or values, [layers, indices, ...].
     """
     row_bytes = numbers[0, 0].nbytes
     inputs = [x.contiguous() for x in (slots, lengths, nodes)]
@@ -200,8 +201,8 @@ def queue_path(
     """Store the tokens of the accepted paths in their slots' queues, each with the feature of the row before it.
 
     Args:
-        queue: tokens and features, `window` of each slot.
-        path: as `walk_paths` returns it.
+        queue: tokens and features of the pair queue, `window` per slot.
+        path: result of `walk_paths`.
     """
     tokens, queued = queue
     assert queued.dtype is features.dtype
@@ -223,10 +224,10 @@ def record_trees(
     """Return the record of a step with drafts, without log-probabilities.
 
     Args:
-        tensors: the trees', in the order of DraftTree's.
-        path: as `walk_paths` returns it.
+        tensors: tensors of the trees, in the order of DraftTree's.
+        path: result of `walk_paths`.
         unit: unit of the summed confidences.
-        token_step: between two tokens in the trees' sums.
+        token_step: factor between two tokens in the trees' checksums.
     """
     length = path[0].shape[1]
     inputs = [x.contiguous() for x in tensors]
@@ -249,11 +250,12 @@ def record_trees(
 def best_candidates(
     values: Float[Tensor, "B W"], max_candidates: int
 ) -> tuple[Float[Tensor, " C"], Int[Tensor, " C"], Int[Tensor, " C"], Float[Tensor, " C1"]]:
-    """Return log values, owners and nodes of Candidates, and what the first 0, 1, ... of them are expected to yield.
+    """Return log values, trees and nodes of the best candidates, and the expected accepted tokens
+    of the first 0, 1, ... of them.
 
     Args:
         values: log values of each tree's nodes, without its root.
-        max_candidates: candidates of a tree.
+        max_candidates: maximum number of candidates of a tree.
     """
     values = values.contiguous()
     batch, width = values.shape
@@ -273,7 +275,8 @@ def keep_candidates(
     count: int,
     shape: torch.Size,
 ) -> tuple[Bool[Tensor, "B N"], list[int]]:
-    """Return which nodes are kept, the roots and the first `count` candidates, and how many of each tree."""
+    """Return a mask of the kept nodes (roots and the first `count` candidates), and the number of
+    kept nodes per tree."""
     keep = torch.empty(shape, dtype=torch.bool)
     sizes = (c_int64 * len(keep))()
     cpu_ops.function_for("keep_candidates")(

@@ -3,9 +3,9 @@
     data = pack(cache_directory(), entries(cache_directory()))
     unpack(data, cache_directory())
 
-An entry is a directory named for the source, the options and the compiler of what it holds, so
-entries of another program or version are never loaded. Modules of the host are left out: an archive
-brings code for the device only.
+An entry is a directory whose name is a hash of source, options and compiler, so entries of another
+program or version are never loaded. Host modules are left out: an archive contains device code
+only.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ ARCHIVE_DAMAGES = (
 
 
 def cache_directory() -> Path:
-    """Return where Triton keeps compiled kernels."""
+    """Return the directory in which Triton stores compiled kernels."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     return Path(os.environ.get(CACHE_VARIABLE) or home / ".triton" / "cache")
 
 
 def entries(directory: Path) -> set[str]:
-    """Return the names of the entries that hold a whole kernel."""
+    """Return the names of the entries that hold a complete kernel."""
     return {group.parent.name for group in directory.glob(f"*/{GROUPS}")}
 
 
@@ -83,7 +83,7 @@ def _is_needed(path: Path) -> bool:
 def unpack(data: bytes, directory: Path) -> set[str]:
     """Add an archive's missing entries to a directory, and return the names of all its entries.
 
-    Raises ValueError if the archive is damaged, or none; then nothing is added.
+    Raises ValueError if the data is damaged or no archive; then nothing is added.
     """
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=directory))

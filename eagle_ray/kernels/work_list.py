@@ -9,14 +9,14 @@ free:
     cut         a program for each part; the last one to finish adds the parts up
     whole       one program for all of them, one after another: where there is work enough without cutting
 
-A part has PART_POSITIONS, or as many tiles more as keep a context within `TileShape.parts`. Parts
-begin at multiples of their size, whatever the first visible position is. A context is cut if one
-program that reads all of it would have more than 1/SHARES of an even share of the batch, and if
-there is memory for its sums.
+A part has PART_POSITIONS, or more where a context would have more than `TileShape.parts` parts.
+Parts begin at multiples of their size, whatever the first visible position is. A context is cut if
+reading it whole would give one program more than 1/SHARES of an even share of the batch, and if
+there is memory for its partial sums.
 
-A work is an item of the list and a key/value head. Programs draw works in order: contexts that are
-read whole, then full parts, at last the parts at the ends, which are shorter. Nothing here is known
-on the host but bounds, so a captured pass serves contexts of any length.
+A unit of work is an item of the list and a key/value head. Programs take units in order: contexts
+that are read whole, then full parts, at last the shorter parts at the ends. The host knows only
+upper bounds, so a captured pass serves contexts of any length.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ WORK_LIST_VARYING = [
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The items of work of an attention pass on the device, and the counters of the programs that do them.
+    """The items of work of an attention pass, on the device, and the counters of the programs that process them.
 
     Attributes:
         items: C items of 4 fields: tree; the first of the tile's rows (nodes x heads); part, or
             WHOLE for all parts; and the first row of the buffer for the sums of its parts, in rows
             of `heads` sums.
-        counts: number of items, and number of works that programs have taken; the latter is 0
-            between launches.
-        arrivals: parts whose sums are written, by key/value head and first row of a tile; 0 between
-            launches. The program that writes the last one adds the parts up.
-        room: rows of the buffer of sums. The first ones belong to the programs, for contexts that
-            they read whole.
+        counts: number of items, and number of units of work that programs have taken; the latter is
+            0 between launches.
+        arrivals: number of parts whose sums are written, by key/value head and first row of a tile;
+            0 between launches. The program that writes the last part adds them up.
+        room: rows of the buffer of partial sums. The first rows belong to the programs, for
+            contexts that they read whole.
         programs: number of programs to launch.
     """
 
@@ -80,7 +80,7 @@ class WorkList:
 
     @classmethod
     def of(cls, trees: KernelTrees, reading: Reading) -> WorkList:
-        """Make the list in one launch; lists are kept in `trees.work_lists`, since layers share them."""
+        """Make the list in one launch and store it in `trees.work_lists`, since layers share it."""
         tile = reading.tile
         num_rows = reading.num_rows
 
@@ -129,7 +129,7 @@ class WorkList:
 
 
 def work_list(trees: KernelTrees, reading: Reading) -> WorkList:
-    """Return the list of a layer's programs, made once for all layers of a pass that read alike."""
+    """Return the list of a layer's programs. Layers of a pass with equal Readings share one list."""
     if reading not in trees.work_lists:
         trees.work_lists[reading] = WorkList.of(trees, reading)
     return trees.work_lists[reading]
@@ -173,7 +173,7 @@ def list_work(
     SHARES: tl.constexpr,
     TREES: tl.constexpr,
 ):
-    """Write the items of one tree where those of the trees before it end, and set its arrivals to zero."""
+    """Triton kernel: write the items of one tree behind those of the trees before it, and set its arrivals to zero."""
     tree = tl.program_id(0)
     index = tl.arange(0, TREES)
 
@@ -303,7 +303,7 @@ def _sizes(
 
 @triton.jit
 def window_begin(position, window):
-    """Return the first position that a query sees through a window: of its chunk if that is negative."""
+    """Return the first position that a query sees through a window, or in its chunk if the window is negative."""
     chunk = tl.maximum(-window, 1)
     return tl.where(window < 0, position // chunk * chunk, position - window + 1)
 
@@ -324,10 +324,11 @@ def span(
     PART_TILES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return committed positions, the first visible one, the tiles of a part, and the tiles [begin, end) to read.
+    """Return a tree's committed positions, its first visible one, the tiles per part, and the tiles
+    [begin, end) to read.
 
-    The size of parts depends on committed positions and rows of the tree itself: not on the batch,
-    and not on the tree positions that a captured pass has.
+    The size of parts depends on the tree's own committed positions and rows: not on the batch, and
+    not on the padded tree positions of a captured pass.
     """
     length = tl.load(lengths + trees, mask=there, other=0).to(tl.int32)
     low = length * 0

@@ -5,8 +5,8 @@ given that its parent is accepted), plus c for the first child of a node: target
 drafter's first choice more often than a second choice with equal p (measured: rates of 0.35 and
 0.13 for p = 0.16). The result is at most 1, rises in p, and c is at least 0. So siblings keep their
 order, and products along paths never rise. Sampled rows have maps of their own, since p means
-something else there. A head that estimates acceptance itself (DSpark) adds d times the log-odds of
-its estimate, which is one number for all children of a node; d starts at 0.
+something else there. A head that estimates acceptance itself (DSpark) gives one estimate for all
+children of a node. Its log-odds are added with a further weight d, which starts at 0.
 
 The budget does not bias the labels: once a node is reached, the target's sample tells for *all* its
 drafted children which one it was, whether they were verified or not. Only children of nodes that
@@ -31,7 +31,9 @@ NUM_ROW_KINDS = 2  # 0: greedy rows, 1: sampled rows
 
 
 class Calibration:
-    """Slope, offset and first-child term per level and kind of row; the identity at first.
+    """Logistic calibration of a drafter's probabilities: slope, offset and first-child term per level and kind of row.
+
+    It starts as the identity.
 
     Args:
         num_signals: 1 if `apply` and `update` are given the drafter's own estimate of acceptance.
@@ -55,7 +57,7 @@ class Calibration:
         log_probs: Float[Tensor, "B F K"],
         confidence: Float[Tensor, "B F"] | None = None,
     ) -> Float[Tensor, "B F K"]:
-        """Return calibrated conditional log-probabilities; padding (-inf) stays.
+        """Return the calibrated log-probabilities of children given their parents; padding (-inf) stays -inf.
 
         Args:
             kinds: 1 for sampled rows, else 0.
@@ -76,12 +78,12 @@ class Calibration:
         reached: Bool[Tensor, "L B"],
         confidence: Float[Tensor, "L B"] | None = None,
     ) -> None:
-        """Observe the target's sample after one node of each row on each of the first L levels.
+        """Fit to what the target sampled after one node per row on each of the first L levels.
 
         Args:
             log_probs, confidence: as passed to `apply`.
-            picked: the child with the target's token.
-            reached: whether the node was reached; other rows are ignored.
+            picked: true for the child that has the target's token.
+            reached: whether the target's path contains the node; other rows are ignored.
         """
         levels = slice(len(log_probs))
         one, first = torch.ones_like(log_probs), torch.zeros_like(log_probs)
@@ -102,10 +104,10 @@ class Calibration:
     def observe(
         self, offered: Proposals, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]
     ) -> None:
-        """Update from one step: compare the offered children with the target's tokens along the accepted path.
+        """Fit to one step: which of the proposed children the target sampled, along the accepted path.
 
         Args:
-            offered: no more levels than there are picks.
+            offered: the step's proposals, on no more levels than there are picks.
             picks: the target's tokens, of which the first num_accepted + 1 are known.
         """
         self.update_on_path(offered, target_path(offered.levels, picks, num_accepted), picks)
@@ -113,7 +115,7 @@ class Calibration:
     def update_on_path(
         self, offered: Proposals, path: TargetPath, picks: Int[Tensor, "B D"]
     ) -> None:
-        """Update from one step along a given path.
+        """Fit to one step like `observe`, if the target's path through the proposals is already known.
 
         Args:
             picks: the target's tokens.
@@ -131,7 +133,7 @@ class Calibration:
 
 
 class HostCalibration(Calibration):
-    """Calibration that updates in one compiled call on a CPU. See `calibration_for`."""
+    """Calibration for a CPU whose update is one compiled call. Made by `calibration_for`."""
 
     def observe(
         self, offered: Proposals, picks: Int[Tensor, "B D"], num_accepted: Int[Tensor, " B"]
@@ -155,7 +157,7 @@ class HostCalibration(Calibration):
 
 
 def calibration_for(levels: int, device: torch.device | str, num_signals: int = 0) -> Calibration:
-    """Return a calibration that learns as fast as it can on a device. Arguments as for Calibration."""
+    """Return the implementation of Calibration that updates fastest on a device. Arguments as for Calibration."""
     if calibration_ops.available(torch.device(device)) and not num_signals:
         return HostCalibration(levels, device)
     return Calibration(levels, device, num_signals)
@@ -182,9 +184,9 @@ class ProposalLevel:
     """One level of a draft.
 
     Attributes:
-        frontier: the expanded nodes; None for the roots.
+        frontier: the nodes whose children were proposed; None for the roots.
         scores: uncalibrated log-probabilities; -inf is padding.
-        confidence: see Calibration.
+        confidence: the drafter's own log-odds that a child of each node is accepted, if it has any.
     """
 
     frontier: Frontier | None
@@ -198,7 +200,7 @@ class Proposals:
     """One step's proposals, level by level.
 
     Attributes:
-        kinds: kind of each row, see Calibration.
+        kinds: 1 for sampled rows, 0 for greedy ones.
     """
 
     kinds: Int[Tensor, " B"]
@@ -248,7 +250,7 @@ class ProposalRecorder:
         """Start a new step.
 
         Args:
-            kinds: kind of each row, see Calibration.
+            kinds: 1 for sampled rows, 0 for greedy ones.
         """
         self.offered = Proposals(kinds)
 
@@ -259,7 +261,8 @@ class ProposalRecorder:
             self.calibration.fit.reset()
 
     def skip_warm_up(self) -> None:
-        """Update as after the warm-up from now on, since the calibration goes on from what was learned."""
+        """Leave out the steps in which every verify pass updates the calibration: it was loaded and
+        needs no warm-up."""
         self._num_taught = max(self._num_taught, WARMUP_STEPS)
 
     def add(
@@ -269,10 +272,13 @@ class ProposalRecorder:
         scores: Float[Tensor, "B F K"],
         confidence: Float[Tensor, "B F"] | None = None,
     ) -> Float[Tensor, "B F K"]:
-        """Add a level. Return the children's calibrated log-probabilities given their parents.
+        """Record the children proposed on the next level. Return their calibrated log-probabilities
+        given their parents.
 
         Args:
-            confidence: for a calibration with a signal.
+            frontier: the nodes whose children they are; None for the roots.
+            confidence: the drafter's own log-odds that a child of each node is accepted, for a
+                calibration with a signal.
         """
         level = len(self.offered.levels)
         self.offered.levels.append(ProposalLevel(frontier, tokens, scores, confidence))
@@ -288,11 +294,13 @@ class ProposalRecorder:
         is_learned: bool = False,
         needs_path: bool = True,
     ) -> TargetPath | None:
-        """Update the calibration of all levels if an update is due. Return the target's path, or None if it is not due.
+        """Count a verified step, and update the calibration of all levels if an update is due.
+
+        Return the target's path, or None if no update is due.
 
         Args:
             picks: the target's tokens, of which the first num_accepted + 1 are known.
-            is_learned: the calibration has been updated by this step's pass.
+            is_learned: the verify pass itself has updated the calibration.
             needs_path: False returns no path.
         """
         self._num_taught += 1
@@ -313,11 +321,11 @@ def target_path(
     num_accepted: Int[Tensor, " B"],
     num_offered: Int[Tensor, " L"] | None = None,
 ) -> TargetPath:
-    """Return the nodes whose children the target's tokens are chosen among.
+    """Return, for each level, the drafted node on the target's path: the node whose child the target sampled next.
 
     Args:
-        num_offered: on the device, nodes of each level that were expanded, the first ones; None is
-            all.
+        num_offered: number of nodes per level that were expanded, on the device; these are the
+            first nodes of the level. None is all.
     """
     nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
@@ -340,15 +348,17 @@ def target_path(
 
 
 def update_interval(device: torch.device) -> int:
-    """Return the steps between updates after the warm-up."""
+    """Return how many steps lie between two updates of the calibration on a device, once the warm-up is over."""
     return GPU_UPDATE_INTERVAL if device.type == "cuda" else STEPS_PER_UPDATE
 
 
 def is_due(step: int, num_levels: int, interval: int = STEPS_PER_UPDATE) -> bool:
-    """Return whether the calibration is updated in this step.
+    """Return whether the calibration is updated in this step: in each step of the warm-up, then every `interval` steps.
 
     Args:
-        interval: steps between updates after the warm-up.
+        step: number of the step, from 1.
+        num_levels: levels that were drafted; more levels than `interval` are updated every
+            num_levels steps.
     """
     if step <= WARMUP_STEPS or interval == 1:
         return num_levels > 0
@@ -369,20 +379,19 @@ class OnlineFit:
     Every update adds the gradient of the new samples' log-likelihood and its Fisher information to
     decaying sums, so the fit follows the text. The host reads nothing.
 
-    A level is expected where the level above it is: that counts as `precision`. So a level without
-    samples moves with the one above, and the more samples it has, the less of that movement it
-    follows.
+    The prior of a level is the fit of the level above it, with the weight `precision`. So a level
+    without samples moves with the one above. The more samples it has, the less it follows.
 
     Args:
-        start: where the first level is expected.
+        start: prior of the first level's parameters.
         low, high: bounds of each parameter.
-        precision: Fisher information that the expectation counts as; it keeps the first steps small
-            and solvable.
+        precision: weight of the prior, as Fisher information; it keeps the first steps small and
+            their equations solvable.
 
     Attributes:
         parameters, information: by level and set.
-        prior: the equations of steps that keep every level where the one above is.
-        memory, largest_step: CALIBRATION_MEMORY and LARGEST_STEP, for kernels.
+        prior: the prior's part of the equations of a Newton step.
+        memory, largest_step: CALIBRATION_MEMORY and LARGEST_STEP, which kernels read from here.
     """
 
     def __init__(
@@ -408,7 +417,7 @@ class OnlineFit:
         self.information = torch.zeros(levels, sets, len(start), len(start), device=device)
 
     def at(self, level: int | Int[Tensor, " 1"]) -> Float[Tensor, "S P"]:
-        """Return a level's parameters. The level may be a number on the device."""
+        """Return one level's parameters, without a sync if the level is a tensor on the device."""
         return (
             self.parameters[level]
             if isinstance(level, int)
@@ -420,7 +429,8 @@ class OnlineFit:
         return {name: own.cpu().clone() for name, own in self._parts()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state. Raises ValueError if it is of another shape, not finite, or no sum of information."""
+        """Restore a state. Raises ValueError if its shapes differ, or if its numbers are not finite
+        or no Fisher information."""
         parts = dict(self._parts())
         for name, own in parts.items():
             if (
@@ -443,7 +453,7 @@ class OnlineFit:
         return [("parameters", self.parameters), ("information", self.information)]
 
     def reset(self) -> None:
-        """Return to the start."""
+        """Set all parameters to their start and forget the samples."""
         self.parameters[:] = self._start
         self.information.zero_()
 
@@ -453,11 +463,11 @@ class OnlineFit:
         fisher: Float[Tensor, "l S P P"],
         picks: Float[Tensor, "l S"],
     ) -> None:
-        """Take one bounded Newton step of the first l levels, and of the deeper ones as far as they follow.
+        """Take one bounded Newton step on new samples of the first l levels; deeper levels move by their priors.
 
         Args:
             gradient, fisher: sums over the new samples.
-            picks: their number.
+            picks: number of the new samples.
         """
         known = self.information[: len(picks)]
         known *= (1 - picks / self.memory).clamp(min=0)[..., None, None]
@@ -476,7 +486,7 @@ class OnlineFit:
 
 
 def state_of_part(state: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
-    """Return the entries of a state that belong to a part, without the part's prefix."""
+    """Return the entries of a state dict whose keys begin with a part's prefix, without the prefix."""
     prefix = f"{part}."
     return {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
 

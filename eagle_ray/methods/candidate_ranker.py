@@ -47,11 +47,11 @@ MAX_FEEDBACK = 32
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """K children of each of F nodes, the likeliest first, conditional on their parent.
+    """The K likeliest children of each of F nodes, best first.
 
     Attributes:
-        log_probs: calibrated log-probability that the target samples them.
-        draft_log_probs: the head's own, without noise and temperature.
+        log_probs: calibrated log-probability that the target samples them after their parent.
+        draft_log_probs: the head's own log-probability, without noise and temperature.
     """
 
     tokens: Int[Tensor, "B F K"]
@@ -68,7 +68,7 @@ class RankingFeedback:
         sampling: sampling parameters of these sequences.
         lengths: lengths of these sequences.
         features: features of each level's frontier; one for all of its nodes if they share it.
-        is_learned: the pass that verifies these trees updates the calibration.
+        is_learned: the pass that verifies these trees updates the calibration itself.
     """
 
     members: Int[Tensor, " M"] | slice
@@ -80,15 +80,15 @@ class RankingFeedback:
 
 
 class CandidateRanker:
-    """Ranks children and learns from the target's tokens.
+    """Chooses the children of draft nodes from a head's features, and learns from the target's tokens.
 
     Args:
         logits_of: returns the head's logits from its features.
-        token_ids: the tokens of these logits; None is the whole vocabulary.
+        token_ids: the token of each of these logits; None is the whole vocabulary.
 
     Attributes:
-        pending: what `update` will learn from; None if nothing was drafted since. It may be kept
-            and set again.
+        pending: the draft that the next `update` learns from; None if nothing was drafted since the
+            last one. A caller may save and restore it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class CandidateRanker:
         Args:
             sampling: sampling of the batch.
             lengths: cached tokens of the drafted sequences, which are their roots' positions.
-            members: their indices in the batch; None is all.
+            members: indices of the drafted sequences in the batch; None is all.
         """
         index: Int[Tensor, " M"] | slice = slice(len(lengths))
         if members is not None:
@@ -146,7 +146,7 @@ class CandidateRanker:
             self.coupling.fit.reset()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the learned state, which `load_state` of a ranker of the same depth and ranking reads."""
+        """Return the learned state, which `load_state` of a ranker with equal depth and speculative.ranking accepts."""
         state = {}
         for name, fit in self._fits():
             for part, tensor in fit.state().items():
@@ -179,10 +179,13 @@ class CandidateRanker:
     def rank(
         self, level: int | Int[Tensor, " 1"], features: Float[Tensor, "B F H"], width: int
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Return the likeliest children's tokens, their log-probabilities before calibration, and those by the head.
+        """Compute the head's logits and return the `width` likeliest children of each of F nodes.
+
+        Returns:
+            Their tokens, their log-probabilities before calibration, and the head's own log-probabilities.
 
         Args:
-            level: levels above these children; on the device if the pass is recorded for all
+            level: number of levels above these children; a tensor if the pass is recorded for all
                 levels.
         """
         return self.rank_logits(level, self._logits_of(features), width)
@@ -195,14 +198,15 @@ class CandidateRanker:
         width: int,
         confidence: Float[Tensor, "B G"] | None = None,
     ) -> TopK:
-        """Return `children` of a level whose logits are known.
+        """Return what `children` returns, from logits that are already computed.
 
-        If its nodes all have one feature, they have the same children, which are ranked once.
+        One feature for all nodes of the frontier (G = 1) gives them all the same children, ranked
+        once.
 
         Args:
-            logits: the head's, of these features.
-            confidence: the head's own log-odds that a child of each node is accepted; a calibration
-                reads them.
+            logits: the head's logits of these features.
+            confidence: the head's own log-odds that a child of each node is accepted, for a
+                calibration that reads them.
         """
         num_nodes = 1 if frontier is None else frontier.tokens.shape[1]
         num_repeats = num_nodes // logits.shape[1]
@@ -214,7 +218,7 @@ class CandidateRanker:
     def rank_logits(
         self, level: int | Int[Tensor, " 1"], logits: Float[Tensor, "B F D"], width: int
     ) -> tuple[Int[Tensor, "B F K"], Float[Tensor, "B F K"], Float[Tensor, "B F K"]]:
-        """Return `rank` of the head's logits."""
+        """Return what `rank` returns, from logits that are already computed."""
         width = min(width, logits.shape[-1])
         if use_triton(logits.device) and width <= MAX_FUSED_K:
             scores, index, own = self._fused_best(level, logits, width)
@@ -345,10 +349,10 @@ class CandidateRanker:
 def corrections(
     speculative: DraftSettings, device: torch.device, num_signals: int = 0
 ) -> tuple[Calibration | None, Coupling | None]:
-    """Return the calibration and the coupling of speculative.ranking; the head's own probabilities have neither.
+    """Return the calibration and the coupling that speculative.ranking asks for; None for what it leaves out.
 
     Args:
-        num_signals: as in Calibration.
+        num_signals: number of the head's own estimates, as in Calibration.
     """
     depth = speculative.max_depth
     if speculative.ranking == "published":

@@ -30,8 +30,9 @@ NUM_CUT = 64  # how many of the best tokens the draft's own top-k, top-p and min
 
 
 class Coupling:
-    """Four weights per level. The start values come from a trained small pair and are close to the
-    draft's own ranking.
+    """Probabilities of drafted tokens given the target's sampling noise, with four fitted weights per level.
+
+    The start values come from a trained small pair and are close to the draft's own ranking.
     """
 
     def __init__(self, levels: int, device: torch.device | str = "cpu"):
@@ -76,8 +77,9 @@ class Coupling:
         picks: Int[Tensor, "L S"],
         reached: Bool[Tensor, "L S"],
     ) -> None:
-        """Observe the target's sample after one node of each sequence on each of the first L
-        levels; nodes that were not reached are ignored.
+        """Fit to what the target sampled after one node per sequence on each of the first L levels.
+
+        Nodes that were not reached are ignored.
         """
         # What each weight multiplies.
         temperature = sampling.temperature[rows, None]

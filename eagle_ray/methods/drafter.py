@@ -38,13 +38,15 @@ class Draft:
         levels: the candidates' log values by level, [M, F, K] for M members, F parents and K
             children; -inf is padding.
         num_passes: forward passes of the drafter's model.
-        num_catch_up: (token, feature) pairs, or tokens, that the first pass had to catch up on.
+        num_catch_up: committed (token, feature) pairs, or tokens, that the first pass read before
+            it drafted.
         is_exhausted: the drafter has nothing more to propose, however deep the plan.
-        extra_log_values: log values of candidates that do not depend on the plan's width, by depth.
-        caught_up_before: a replayed draft reads a bounded number of pairs; a pass of its own read
-            the others before it.
-        num_pair_rows: rows of the replayed pass that read the pairs, padding included; None if it
-            was not replayed.
+        extra_log_values: log values, by depth, of candidates that a narrower plan would also have,
+            such as looked-up ones.
+        caught_up_before: an extra pass read pending pairs first, because a replayed draft reads a
+            bounded number of them.
+        num_pair_rows: rows of the replayed pass that read pending pairs, padding included; None if
+            it was not replayed.
         model_tree: the model's own candidates, if others were merged with them; None if `tree` is
             one drafter's.
     """
@@ -61,7 +63,7 @@ class Draft:
 
     @classmethod
     def empty(cls, roots: Int[Tensor, " B"]) -> Draft:
-        """Return roots without candidates: a step of plain decoding."""
+        """Return a draft without candidates, whose trees are the roots alone: a step of plain decoding."""
         return cls(DraftTree.of_roots(roots), [], 0, 0)
 
     @property
@@ -72,12 +74,12 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class VerifyOutput:
-    """One verify pass.
+    """Results of one verify pass of the target.
 
     Attributes:
         rows: the packed rows of `tree`.
-        logits: the target's, after each row; None in a step that needs none, unless the drafter
-            reads them.
+        logits: the target's logits after each row; None in a step that needs none, unless the
+            drafter reads them.
         features: the target's hidden states of each row, as the drafter reads them.
         result: the accepted paths.
     """
@@ -152,13 +154,13 @@ class Drafter(Protocol):
         return None
 
     def pair_recordings(self, max_length: int) -> Iterator[Callable[[], None]]:
-        """Yield what records each pass that reads pending pairs, whatever is drafted then; see `recordings`."""
+        """Yield functions that record the passes over pending pairs, which run before any draft. See `recordings`."""
         return iter(())
 
     def recordings(
         self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
-        """Yield what records each pass that replayed drafts can ask for, for lengths and sampling like these.
+        """Yield functions that record each pass that replayed drafts can ask for, at lengths and sampling like these.
 
         Args:
             top_k: children per node.
@@ -195,7 +197,7 @@ class Drafter(Protocol):
     def prefill_deferred(
         self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R H"]
     ) -> None:
-        """Keep what `prefill` would read, without running a model, in case drafting begins later."""
+        """Queue what `prefill` would read, without running a model, in case drafting begins later."""
         return None
 
     def draft(
@@ -230,7 +232,7 @@ class Drafter(Protocol):
         return None
 
     def mark_consumed(self, slots: list[int], lengths: list[int]) -> int:
-        """Record that the pairs up to these slots' roots have been read. Return how many of them were caught up on."""
+        """Record that a draft has read all pairs up to these slots' roots. Return how many pairs that were."""
         return 0
 
     def lookup_hits(
@@ -244,11 +246,11 @@ class Drafter(Protocol):
         return None
 
     def reset_learning(self) -> None:
-        """Discard all that was learned from the target's tokens, as after calibration runs."""
+        """Discard everything learned from the target's tokens, for example after calibration runs."""
         return None
 
     def state(self) -> dict[str, Tensor]:
-        """Return the learned state that a later process with these models can load; on the CPU, and bounded in size."""
+        """Return the learned state, for a later process with the same models. It is on the CPU and bounded in size."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -261,7 +263,7 @@ class Drafter(Protocol):
 
     @property
     def extend_key(self) -> tuple[Hashable, ...]:
-        """Return everything besides its arguments that `extend` depends on, as a part of a recording's key."""
+        """Return what `extend` depends on besides its arguments. It becomes a part of a recording's key."""
         return ()
 
     def on_verified(self, result: VerifyResult) -> None:
@@ -275,7 +277,7 @@ class Drafter(Protocol):
 
     @property
     def prefill_passes(self) -> int:
-        """Return the forward passes of the drafter's model in one `prefill`."""
+        """Return how many forward passes of the drafter's model one `prefill` runs."""
         return 0
 
 
@@ -288,9 +290,9 @@ class NullDrafter(Drafter):
 def idle_batch(
     batch_size: int, target: TargetModel, max_length: int, params: SamplingSettings
 ) -> DecodeBatch:
-    """Return a batch of padding alone, on which passes are recorded: empty sequences in the null slot.
+    """Return a batch of padding on which passes are recorded: empty sequences in the null slot.
 
-    Its lengths are 0 and, for the host, at most max_length.
+    Their lengths are 0 on the device and at most max_length on the host.
     """
     slots = [target.cache.blocks.null_slot] * batch_size
     device = target.device

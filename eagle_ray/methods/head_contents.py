@@ -3,9 +3,10 @@
     contents = sorted_contents(KNOWN, raw, published, used)       # every key and every tensor, in one of three groups
     check_contents(contents)                                      # ValueError that names what is unknown
 
-Every key of config.json and every tensor is used, or known to have no effect, or refused by name: a
-key that is read past costs acceptance without a word. `eagle_ray.methods.combine.published_heads`
-returns the record of a directory, of whichever kind, without a target.
+Every key of config.json and every tensor is used, or known to have no effect, or refused by name,
+because a key that is silently ignored may cost acceptance.
+`eagle_ray.methods.combine.published_heads` returns the record of a directory, of whichever kind,
+without a target.
 
 A key is written with its sections: ``dflash_config.mask_token_id``. A key that is null counts as
 absent, as everywhere, so it has no effect whatever its name.
@@ -107,14 +108,15 @@ IGNORED_TENSORS = {  # the end of a tensor's name: why it is not read
 
 @dataclass(frozen=True, slots=True)
 class KnownKeys:
-    """Keys of config.json that a layout uses, and more that have no effect in it.
+    """The keys of config.json and the tensors that one published layout may have.
 
     Attributes:
-        used: keys at the top level; those of `layers` among them.
+        used: keys at the top level that are read, including those of the layers' config.
         sections: for each section, the keys that are used in it. None: the section is left out of
             the check, since it has no effect.
         harmless: further keys without an effect, with the reason.
-        neutral: further keys that are refused, with the values that ask for nothing.
+        neutral: further keys that are refused unless they have one of these values, which switch
+            the feature off.
         tensors: tensors without an effect, by their whole name, with the reason.
     """
 
@@ -127,18 +129,18 @@ class KnownKeys:
 
 @dataclass(frozen=True, slots=True)
 class HeadContents:
-    """Every key of a head's config.json and every tensor of its files, sorted by what becomes of it.
+    """Every key of a head's config.json and every tensor of its files, sorted into used, harmless and unknown.
 
     Attributes:
-        kind: what the head is, in words, such as "an EAGLE-3 head".
+        kind: kind of the head in words, such as "an EAGLE-3 head".
         used_keys: keys that the head is built from.
         harmless_keys: keys without an effect, with the reason.
         unknown_keys: keys that are refused, with the reason.
-        used_tensors: tensors of the head.
+        used_tensors: tensors that are loaded.
         harmless_tensors: tensors that are not read, with the reason.
         unknown_tensors: tensors that are refused.
-        fault: why the head does not load, in one line; None if it does. If it makes no head at all,
-            its tensors are in no group.
+        fault: why the head does not load, in one line; None if it does. If no module can be built
+            from the config, its tensors are in none of the groups.
     """
 
     kind: str
@@ -158,7 +160,7 @@ def known_keys(
     neutral: Mapping[str, tuple[Any, ...]] | None = None,
     tensors: Mapping[str, str] | None = None,
 ) -> KnownKeys:
-    """Return the keys that a layout knows: its own, those of rope sections, and the general ones."""
+    """Return the keys that a layout may have: its own, those of rope sections, and those common to all layouts."""
     ropes = {section: ROPE_KEYS for section in ROPE_SECTIONS}
     own = {section: frozenset(keys) for section, keys in sections.items()}
     asks = {key: values for key, values in NEUTRAL.items() if key not in (harmless or {})}
@@ -178,12 +180,12 @@ def sorted_contents(
     published: Collection[str],
     used_tensors: Collection[str],
 ) -> HeadContents:
-    """Return every key and tensor of a head in its group.
+    """Sort every key and tensor of a head into used, harmless and unknown.
 
     Args:
-        raw: its config.json.
+        raw: content of the head's config.json.
         published: names of its tensors.
-        used_tensors: those of them that the head has parameters for.
+        used_tensors: names among them that the head's module has parameters for.
     """
     used: list[str] = []
     harmless: dict[str, str] = {}
@@ -222,15 +224,16 @@ def contents_of(
     make: Callable[[], nn.Module],
     check: Callable[[], object],
 ) -> HeadContents:
-    """Sort the keys and tensors of a head into used, without effect and unknown, and say why it does not load, if so.
+    """Sort every key and tensor of a head into used, harmless and unknown, and say why it does not
+    load, if it does not.
 
     Args:
-        kind: kind of the head.
-        known: keys and tensors that this kind has.
+        kind: kind of the head in words.
+        known: keys and tensors that this kind may have.
         raw: content of its config.json.
-        published: name that each tensor of its files has in the head's module.
+        published: for each tensor of its files, the name of the parameter in the head's module.
         make: makes the module from the sizes in config.json. Raises ValueError.
-        check: checks the whole head, as loading does. Raises ValueError.
+        check: checks the whole head as loading does. Raises ValueError.
     """
     fault = None
     try:

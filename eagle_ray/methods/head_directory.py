@@ -2,8 +2,10 @@
 
     raw, shapes = read_head(path, target)      # config.json and the shapes of a head's tensors
 
-- an adapter (LoRA), a language model, two heads;
-- a head of a kind that this release does not draft with (OTHER_HEADS), by its name.
+Refused with a message that says what was found:
+
+- an adapter (LoRA), a language model, two heads; - a head of a kind that this release does not
+draft with (OTHER_HEADS), by its name.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def read_head(
     Raises EngineError if the directory holds something else, or a head of another kind.
 
     Args:
-        target: the target's config, whose numbers a refusal of a language model says.
+        target: the target's config, whose sizes appear in the error for a language model.
     """
     check_directory(path)
     raw = read_config(path)

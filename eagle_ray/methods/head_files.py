@@ -90,7 +90,7 @@ def save_head(
     Vocabulary maps are left out if the head drafts every token: vLLM 0.33 refuses them then.
 
     Args:
-        repeated: the target's tensors that the layout has, too.
+        repeated: tensors of the target that the layout also contains.
     """
     skipped = VOCABULARY_MAPS if getattr(head, "token_ids", None) is None else ()
     state = {**head.state_dict(), **(repeated or {})}
@@ -107,7 +107,7 @@ def save_head(
 def write_files(
     path: Path, raw_config: dict[str, Any], tensors: dict[str, Tensor], name: str = SAFETENSORS
 ) -> None:
-    """Write config.json and a file of safetensors, as they are."""
+    """Write a config.json and one file of safetensors, without changes."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(dump_json(raw_config, indent=2) + "\n")
     save_file(tensors, path / name, metadata={"format": "pt"})
@@ -119,7 +119,7 @@ def load_into(
     """Load tensors into a head in fp32, and return it. Raises EngineError if its vocabulary maps select no tokens.
 
     Args:
-        part: this rank's part of the head; None is the whole head.
+        part: the part of the head that this rank holds; None is the whole head.
     """
     buffers = dict(head.named_buffers())
     if "d2t" in buffers:
@@ -130,7 +130,7 @@ def load_into(
 
 
 def on_meta(make: Callable[[], Head]) -> Head:
-    """Return a module on the meta device: shapes without numbers. Raises ValueError if its config makes none."""
+    """Build a module on the meta device, for its shapes without weights. Raises ValueError if its config is invalid."""
     try:
         with torch.device("meta"):
             return make()
@@ -181,7 +181,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader] | None:
 
 
 def text_headers(path: Path) -> dict[str, TensorHeader] | None:
-    """Return the tensor headers of a target; those of its text half if it is a wrapper (families.py)."""
+    """Return the tensor headers of a target; for a multimodal wrapper (families.py), those of its text model."""
     headers = read_headers(path)
     if headers is None or not wraps_text(path):
         return headers
@@ -190,7 +190,7 @@ def text_headers(path: Path) -> dict[str, TensorHeader] | None:
 
 
 def restored_headers(headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Return the headers of a head's tensors once it is loaded: weights of 8 bits are floats then, without scales."""
+    """Return the headers that a head's tensors have once loaded: 8-bit weights are floats then, and scales are gone."""
     scales = scales_of(headers)
     return {
         name: header._replace(is_float=header.is_float or name + SCALE in scales)
@@ -228,11 +228,11 @@ def _holds_codes(name: str, header: TensorHeader) -> bool:
 def read_tensors(
     path: Path, names: tuple[str, str] = HEAD_WEIGHTS, part: DraftPart | None = None
 ) -> dict[str, Tensor]:
-    """Return every tensor by name, from files as of `read_shapes`. Raises EngineError.
+    """Return every tensor by name, from the files that `read_shapes` accepts. Raises EngineError.
 
     Args:
-        part: part of the head that is returned; None is all. No other numbers are read, unless the
-            file is a pickle that is no archive, or has weights of 8 bits.
+        part: part of the head that is returned; None is all of it. Only that part is read from
+            disk, unless the file is a pickle that is no archive, or has 8-bit weights.
     """
     is_rounded = bool(scales_of(_read(path, _headers_of_safetensors, _headers_of_pickle, names)))
     if part is not None and not is_rounded:
@@ -353,7 +353,7 @@ def load_pickle(file: Path, device: str) -> dict[str, Tensor]:
 
 @contextmanager
 def with_path(path: Path) -> Iterator[None]:
-    """Add the directory to errors of heads that do not fit."""
+    """Return a context that puts the head's directory in front of errors about heads that do not fit."""
     try:
         yield
     except ValueError as error:
@@ -363,11 +363,10 @@ def with_path(path: Path) -> Iterator[None]:
 def vocabulary_maps(
     d2t: Tensor, vocab_size: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return d2t and t2d of a head with such a d2t.
+    """Return the maps between draft vocabulary and target vocabulary, d2t and t2d.
 
-    Missing maps, and maps of a head that drafts every token, are made and not read.
-
-    Raises ValueError if d2t does not select tokens of the target.
+    Missing maps, and those of a head that drafts every token, are computed instead of read. Raises
+    ValueError if d2t does not select tokens of the target.
     """
     count = len(d2t)
     if tensors.get("d2t", d2t).is_floating_point():
@@ -436,7 +435,8 @@ def check_counts(
     others: Mapping[str, Any],
     optional: Collection[str],
 ) -> None:
-    """Check that sizes are integers of at least 1: all `needed` keys of `raw`, and `others` if present."""
+    """Raise ValueError unless sizes are integers >= 1: all `needed` keys of `raw`, and those of
+    `others` that are present."""
     wrong = [key for key in needed if not is_count(raw.get(key))]
     wrong += [key for key in optional if key in others and not is_count(others[key])]
     if wrong:
@@ -444,7 +444,8 @@ def check_counts(
 
 
 def attention_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the heads, key/value heads and width of a head. Raises ValueError if they do not go together."""
+    """Return the number of attention heads, of key/value heads, and the head size. Raises
+    ValueError if they do not fit together."""
     heads = raw["num_attention_heads"]
     kv_heads = raw.get("num_key_value_heads", heads)
     head_dim = raw.get("head_dim", raw["hidden_size"] // heads)
@@ -460,7 +461,7 @@ def attention_heads(raw: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def norm_eps(raw: Mapping[str, Any]) -> float:
-    """Return what norms add to a mean of squares. Raises ValueError if it is no number, or negative."""
+    """Return the epsilon of a head's RMSNorms. Raises ValueError if it is not a number, or negative."""
     eps = raw.get("rms_norm_eps", DEFAULT_NORM_EPS)
     if not is_a_number(eps) or not eps >= 0:
         raise ValueError(f"its rms_norm_eps is {eps!r}; it must be a number, 0 or more")
@@ -533,7 +534,7 @@ def _rope_type(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def rotary_dim_of(raw: Mapping[str, Any], head_dim: int) -> int | None:
-    """Return how many of a head's first numbers are rotated, or None if all are.
+    """Return how many elements of each attention head rotary embeddings rotate, or None if all are.
 
     The key is partial_rotary_factor, at the top level or in rope_parameters or rope_scaling.
     """
@@ -563,11 +564,11 @@ def rotary_dim_of(raw: Mapping[str, Any], head_dim: int) -> int | None:
 
 
 def windows_of(raw: Mapping[str, Any], count: int) -> list[int | None]:
-    """Return the attention window of each of a head's layers; None sees all.
+    """Return the attention window of each of a head's layers; None for full attention.
 
     layer_types says which layers have one. Without it, layers have one from max_window_layers on if
-    use_sliding_window is true, as in transformers' Qwen configs; a sliding_window alone is a
-    target's, which trainers copy and do not read.
+    use_sliding_window is true, as in transformers' Qwen configs. A sliding_window alone is ignored:
+    trainers copy it from the target and do not apply it.
     """
     window, switch = raw.get("sliding_window"), raw.get("use_sliding_window")
     if not isinstance(switch, bool | None):
@@ -597,7 +598,7 @@ def windows_of(raw: Mapping[str, Any], count: int) -> list[int | None]:
 
 
 def check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:
-    """Check that a size of a head is the target's."""
+    """Raise ValueError unless a size of a head equals the target's."""
     if number != (wanted := getattr(target, target_key)):
         its = "the target's" if key == target_key else f"the target's {target_key}"
         raise ValueError(f"the head's {key} is {number} and {its} is {wanted}: they are not a pair")
@@ -606,12 +607,12 @@ def check_equal(key: str, number: int, target_key: str, target: PretrainedConfig
 def check_tensors(
     kind: str, module: nn.Module, shapes: Mapping[str, Shape], optional: Collection[str] = ()
 ) -> None:
-    """Check that each tensor of the module is present in its shape, and no others.
+    """Check that the files hold every tensor of the module in its shape, and no others.
 
-    Raises ValueError that names the first few of each fault.
+    Raises ValueError with the first few tensors of each fault.
 
     Args:
-        kind: what the head is, in words.
+        kind: kind of the head in words.
         optional: names of tensors that may be missing.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
@@ -634,6 +635,6 @@ def check_tensors(
 
 
 def first_few(faults: list[str]) -> list[str]:
-    """Return the first few faults: a whole language model instead of a head has hundreds."""
+    """Return the first few names as text; a language model in place of a head would give hundreds."""
     more = len(faults) - MAX_FAULTY_TENSORS
     return faults if more <= 0 else [*faults[:MAX_FAULTY_TENSORS], f"and {more} more such"]

@@ -3,7 +3,7 @@
     speculative.method: eagle2
     speculative.method: eagle2+suffix              the nodes of both in one tree
     speculative.method: draft_model+draft_model    SpecInfer: two models, model.draft is the list of them
-    speculative.method: auto                       all sources of drafts that fit, or those of speculative.sources
+    speculative.method: auto all sources of drafts that fit, or those of speculative.sources
     speculative.sources: [head, suffix, grammar]   the same as a list; the names are those of methods, and grammar
 
     METHODS["eagle2"].make_drafter(speculative, target, weights)       # imports eagle/drafter.py
@@ -75,15 +75,15 @@ class Method:
     """A way to draft.
 
     Attributes:
-        name: what speculative.method says.
+        name: value of speculative.method that selects it.
         about: one line of prose.
         folder: where its functions are, below eagle_ray/methods.
-        draft: what model.draft must be; None if it reads none.
-        check, load: read a draft's headers, and its weights.
-        drafter: makes the drafter.
-        planner: makes the planner of a method that decides its tree alone; None leaves it to
-            speculative.budget.
-        is_kind: its kind of draft is told from the files, for source `head`.
+        draft: kind of draft that model.draft must name, in words; None if the method reads none.
+        check, load: functions that read a draft's headers, and its weights.
+        drafter: function that makes the drafter.
+        planner: function that makes the planner of a method that decides its tree alone; None
+            leaves the tree to speculative.budget.
+        is_kind: whether source `head` may choose this method by looking at the draft's files.
         reads_datastore: it reads speculative.datastore.
         recipe: the class that trains its heads; None if `eagle-ray train` makes none.
         training: the numbers of that training.
@@ -131,12 +131,12 @@ class Method:
         return None if self.planner is None else self.function(self.planner)(speculative, drafter)
 
     def recipe_class(self) -> Any:
-        """Return the class that trains the method's heads; only of a method with a recipe."""
+        """Return the class that trains the method's heads. The method must have a recipe."""
         assert self.recipe is not None, f"{self.name} has no recipe"
         return self.function(self.recipe)
 
     def function(self, reference: str) -> Callable[..., Any]:
-        """Return the function or class of one of the references above, after importing its module."""
+        """Import the module of a "module:function" reference of this record and return its function or class."""
         module, _, name = reference.partition(":")
         return getattr(import_module(f"eagle_ray.methods.{self.folder}.{module}"), name)
 
@@ -296,7 +296,7 @@ METHODS = {
 
 
 def parts_of(method: str) -> list[Method]:
-    """Return the records of the methods that are merged, or of the only one."""
+    """Return the records of the methods whose drafts are merged; one record if nothing is merged."""
     return [METHODS[name] for name in (SOURCES if method == AUTO else method.split("+"))]
 
 
@@ -327,19 +327,19 @@ def validate_method(method: str) -> str:
 
 
 def validate_sources(names: Sequence[str]) -> None:
-    """Raise ValueError unless these are sources of drafts that can share a tree."""
+    """Raise ValueError unless these names are sources of drafts that can share a tree."""
     if names.count(GRAMMAR) > 1:
         raise ValueError(f"{GRAMMAR} is named twice")
     validate_method(merged(names))
 
 
 def merged(sources: Sequence[str]) -> str:
-    """Return the method that merges the drafts of these sources: their names joined by +, without the grammar's."""
+    """Return the method name that merges these sources: joined by +, with the grammar left out."""
     return "+".join(name for name in sources if name != GRAMMAR) or "none"
 
 
 def spelled_out(method: str, drafts: Sequence[str]) -> str:
-    """Return the methods that share a tree, joined by +. `auto` becomes the methods that fit."""
+    """Return a method name with `auto` replaced by the methods that fit, joined by +."""
     parts = [part for part in parts_of(method) if part.draft is None or reads_draft(method, drafts)]
     return "+".join(part.name for part in parts)
 
@@ -388,7 +388,7 @@ def training_of(method: str) -> Training:
 
 
 def plain_decoding_note(method: str, drafts: Sequence[str]) -> str | None:
-    """Return a note on the speed of a target without a draft, with a remedy; None for other settings."""
+    """Return a warning that a target without a draft runs at plain speed, with a remedy; None if it does not apply."""
     if method not in ("none", AUTO) or drafts:
         return None
     if method == AUTO:

@@ -47,14 +47,14 @@ QUEUE_WINDOW = 128  # pairs kept of each slot: the past that a head needs most, 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """R consecutive pairs of several slots: counts[b] of slots[b], from position starts[b] on."""
+    """Runs of consecutive pairs, R in all: counts[b] pairs of slots[b], from position starts[b] on."""
 
     slots: list[int]
     starts: list[int]
     counts: list[int]
 
     def without_empty(self) -> Spans:
-        """Return the spans of at least one pair."""
+        """Return the spans that have at least one pair."""
         spans = Spans([], [], [])
         for slot, start, count in zip(self.slots, self.starts, self.counts, strict=True):
             if count > 0:
@@ -75,14 +75,14 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class PendingPairs:
-    """Pairs that the head has not read yet: for each of B sequences, positions `starts` up to its root's.
+    """Pairs that the head has not read yet: for each of B sequences, from position `starts` up to its root's.
 
     Attributes:
         first: first position that each sequence attends to.
-        host_starts: starts on the host; empty if a captured pass is for any starts.
-        longest: an upper bound of the pairs per sequence.
-        num_rows: rows of the pass, at least the number of pairs, which follow one another in them;
-            None is the rectangle B x longest.
+        host_starts: the host's copy of starts; empty if a captured pass serves any starts.
+        longest: upper bound on the pairs of a sequence.
+        num_rows: rows of a pass that packs the pairs one after another, at least their number; None
+            pads to a rectangle of B x longest rows.
     """
 
     first: Int[Tensor, " B"]
@@ -94,14 +94,14 @@ class PendingPairs:
 
 @dataclass(frozen=True, slots=True)
 class PendingRows:
-    """Pending pairs as R rows of one pass.
+    """The R rows of a pass that reads pending pairs: packed, or padded to a rectangle of B x longest.
 
     Attributes:
-        positions: position of each row in its slot.
-        slot_mapping: where the cache stores each row.
+        positions: position of each row in its sequence.
+        slot_mapping: where the KV cache stores each row.
         last: row of each sequence's root.
-        row_of: row of each pair of the rectangle B x longest; None if the rows are that rectangle.
-        unpack: its inverse.
+        row_of: row of each pair of the rectangle; None if the rows are the rectangle.
+        unpack: index in the rectangle of each row; None if the rows are the rectangle.
         seq: the sequence of each row, -1 for padding; None if the rows are the rectangle.
     """
 
@@ -117,7 +117,7 @@ class PendingRows:
 
 @dataclass(frozen=True, slots=True)
 class DraftedTree:
-    """A draft: the tree, the log values by level, and the feedback from which ranking learns.
+    """A pair drafter's result: the tree, the log values by level, and the feedback for the ranker's update.
 
     Attributes:
         num_pair_rows: as in Draft.
@@ -262,7 +262,7 @@ class PairDrafter(Drafter, ABC):
     def prefill(
         self, prompts: PromptBatch, next_tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
     ) -> None:
-        """Read each sequence's pairs, except the chunk's last, which the next draft or chunk reads."""
+        """Read each sequence's pairs of a chunk. The chunk's last pair is left to the next chunk or draft."""
         self._register(prompts)
 
         # Pairs from before the chunk, read now since the chunk's may take their rows in the queue.
@@ -360,7 +360,7 @@ class PairDrafter(Drafter, ABC):
         )
 
     def extend_portably(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Run `extend` with torch operations, on any device."""
+        """Run `extend` by torch operations, which every device supports."""
         result = verified.result
         path_rows = verified.rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
         offset = torch.arange(path_rows.shape[1], device=path_rows.device)
@@ -675,8 +675,8 @@ class FeatureBuffer:
     """A ring buffer per slot of the newest pairs, so that drafting can resume with a context after plain steps.
 
     Args:
-        window: pairs of a slot; position j overwrites j - window.
-        num_slots: slots of the engine; one more is for padding.
+        window: pairs stored per slot; position j overwrites j - window.
+        num_slots: slots of the engine; one more is added for padding.
     """
 
     def __init__(
@@ -701,7 +701,7 @@ class FeatureBuffer:
         features: Float[Tensor, "R H"],
         valid: Bool[Tensor, " R"],
     ) -> None:
-        """Store the valid pairs; no two of them may be `window` positions of one slot apart."""
+        """Store the valid pairs. Two pairs of one slot must not be `window` positions apart."""
         indices = torch.where(valid, self._indices(slots, positions), self._nowhere)
         self.tokens.index_copy_(0, indices, tokens)
         self.features.index_copy_(0, indices, features)

@@ -1,11 +1,11 @@
-"""Matrices of a head in 8 bits: whole numbers and a scale for each group of inputs, as compressed-tensors stores them.
+"""Head weights stored in 8 bits: integers and a scale for each group of inputs, in the layout of compressed-tensors.
 
     lm_head.weight        int8  [3840, 576]
     lm_head.weight_scale  fp16  [3840, 18]    # one for each 32 inputs
 
-The heads in eagle_ray/assets are stored in this way. Next to a quantised target on a CPU a head
-runs with weights rounded to 8 bits in these groups (quantize_linears), and rounding twice changes
-nothing, so that it drafts what it drafted before.
+The heads in eagle_ray/assets are stored in this way. With a quantised target on a CPU, a head runs
+with weights rounded to 8 bits in these groups anyway (quantize_linears). Rounding twice changes
+nothing, so such a head drafts as from full weights.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ROUNDED_ZERO = 128  # the zero of a QuantizedWeight's codes
 
 
 def scales_of(names: Iterable[str]) -> set[str]:
-    """Return the names of scales, each of a tensor that is there, too."""
+    """Return the names of scale tensors whose scaled tensor is present, too."""
     known = set(names)
     return {name for name in known if name.endswith(SCALE) and name.removesuffix(SCALE) in known}
 
 
 def round_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with every matrix of whole groups of inputs in 8 bits, and its scales."""
+    """Return the tensors with each matrix whose inputs form whole groups rounded to 8 bits, and its scales added."""
     rounded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.shape[1] % BLOCK:
@@ -41,7 +41,7 @@ def round_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def restore_weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without scales: what these scale is multiplied out, in fp32.
+    """Return the tensors in fp32: 8-bit ones multiplied by their scales, without the scale tensors.
 
     Raises ValueError if a scale does not fit its tensor.
     """

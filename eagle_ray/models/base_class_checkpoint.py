@@ -17,7 +17,7 @@ MODEL_PREFIX = "model."
 
 @dataclass(frozen=True, slots=True)
 class BaseClassCheckpoint:
-    """A checkpoint whose names have no prefix, read by names that have one."""
+    """Reads a checkpoint whose tensor names lack the prefix of a causal LM (model.), by names with it."""
 
     stored: Checkpoint
 
@@ -38,7 +38,7 @@ class BaseClassCheckpoint:
 
 
 def with_prefix(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint by the names of a causal LM."""
+    """Wrap a checkpoint so that it is read by the tensor names of a causal LM."""
     names = checkpoint.tensor_names()
     if any(name.startswith(MODEL_PREFIX) for name in names):
         return checkpoint

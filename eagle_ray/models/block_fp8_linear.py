@@ -1,11 +1,11 @@
-"""A layer over a weight in FP8 with a scale for each block of outputs and inputs, on a GPU.
+"""BlockFp8Linear: a GPU layer whose FP8 weight has a scale for each block of outputs and inputs.
 
     layer = BlockFp8Linear(weight, bias)          # an Fp8BlockWeight
     outputs = layer(inputs)                       # in bf16
 
-Inputs stay in bf16, so that no number is rounded but those that the checkpoint has rounded. Up to
-SKINNY_ROWS rows are multiplied by the weight as it is. For more the weight is restored in bf16
-first: that moves five bytes for each of its numbers, where a weight in bf16 moves two.
+Inputs stay in bf16, so nothing is rounded beyond the checkpoint's own weights. Up to SKINNY_ROWS
+rows are multiplied by the FP8 weight directly. For more rows the weight is first restored to bf16,
+which moves five bytes per weight instead of the two of a bf16 weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eagle_ray.models.gpu_layer import GpuLinear, joined_biases, joined_rows
 
 
 class BlockFp8Linear(GpuLinear):
-    """Computes inputs @ weight.T + bias with inputs in bf16. `why_not_blocks` must be None."""
+    """Computes inputs @ weight.T + bias with inputs in bf16. Valid only if `why_not_blocks` returns None."""
 
     values: Tensor
     scale: Tensor
@@ -77,7 +77,7 @@ class BlockFp8Linear(GpuLinear):
 
 
 def why_not_blocks(weight: Fp8BlockWeight, device: torch.device) -> str | None:
-    """Return why a layer on this device does not keep a weight in blocks, or None."""
+    """Return why a layer on this device cannot keep an FP8 weight in blocks, or None if it can."""
     if not use_triton(device):
         return "weights in blocks of FP8 need Triton's kernels, which do not run here"
     return why_not_skinny(StoredWeight.fp8(weight.values, weight.scale, weight.block))

@@ -11,9 +11,9 @@ A layer is four matrix products and three small operations between them:
     normed = RMSNorm(hidden += out @ W_o)
     hidden += (SiLU(gate) * up) @ W_down   where gate and up are one product too
 
-This is Llama's. A LayerForm (families.py) says where a family's layer differs: which norms it has,
-of what attention and MLP read and of what they add to the residual, its activation, its rotary
-pairs. experts.py has mixtures of experts. Gemma 3:
+This is Llama's layer. A LayerForm (families.py) says where a family's layer differs: its norms
+before and after attention and MLP, its activation, its rotary pairs. experts.py has mixtures of
+experts. Gemma 3's layer:
 
     normed = RMSNorm(hidden)
     hidden += RMSNorm(attention(normed))
@@ -72,7 +72,7 @@ STILL = "still"  # kind of the rotary angles of layers that rotate nothing
 
 @runtime_checkable
 class Norm(Protocol):
-    """An RMSNorm module of transformers."""
+    """Protocol of an RMSNorm module of transformers."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -83,7 +83,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NarrowNorm:
-    """An RMSNorm module of transformers that has another name for its epsilon."""
+    """Reads an RMSNorm module of transformers whose epsilon has another name."""
 
     weight: Float[Tensor, " W"]
     variance_epsilon: float
@@ -91,14 +91,14 @@ class NarrowNorm:
 
 @dataclass(frozen=True, slots=True)
 class WideNorm:
-    """The norm of a family whose norms multiply in fp32, or by more than their weights."""
+    """A norm that multiplies in fp32, or by weights plus a constant, as some families have it."""
 
     weight: Float[Tensor, " W"]
     variance_epsilon: float
 
 
 def norm_of(module: nn.Module, name: str | None, form: LayerForm) -> Norm | None:
-    """Return a norm of a transformers module by its name, or None if the module has none."""
+    """Return a norm submodule of a transformers module by its name, or None if the module has none."""
     norm: Any = None if name is None else getattr(module, name, None)
     if norm is None or isinstance(norm, nn.Identity):
         return None
@@ -114,13 +114,13 @@ def norm_of(module: nn.Module, name: str | None, form: LayerForm) -> Norm | None
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The attention of one layer, between its norm and the residual.
+    """The attention of one layer, without the norm before it and the residual after it.
 
     Attributes:
-        row_norms: norms of all queries of a row, and of all its keys, as in OLMoE; empty if heads
-            do (`shape`).
-        qkv_order: column of the product that stands at each place of what attention reads, where
-            rotary pairs are not (i, i + half); None if it is read as it is.
+        row_norms: norms over all queries and all keys of a row, as in OLMoE; empty if each head is
+            normed (`shape`) or nothing is.
+        qkv_order: permutation of the product's columns for families whose rotary pairs are not (i,
+            i + half); None without one.
     """
 
     qkv: Projection
@@ -139,7 +139,7 @@ class Attention:
         """Build from the attention of a layer of this form.
 
         Args:
-            pairs: as of rotary_pairs.
+            pairs: result of rotary_pairs.
         """
         attention = cast(LlamaAttention, module)
         norms = _head_norms(module, form)
@@ -220,10 +220,10 @@ def _head_norms(module: nn.Module, form: LayerForm) -> list[Norm | None]:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """The gated MLP of one layer, between its norm and the residual.
+    """The gated MLP of one layer, without the norm before it and the residual after it.
 
     Attributes:
-        activation: such as silu_mul; it returns what `down` reads.
+        activation: function such as silu_mul that returns the input of `down`.
     """
 
     gate_up: Projection
@@ -253,7 +253,7 @@ class Mlp:
 
     @property
     def reader(self) -> Projection:
-        """Return the projection that reads the norm."""
+        """Return the projection that reads the norm's output."""
         return self.gate_up
 
     def __call__(self, normed: Rows) -> Float[Tensor, "R H"]:
@@ -262,7 +262,7 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """An MLP that transformers' own block computes: experts of another form."""
+    """An MLP that runs transformers' own module, for mixtures of experts that Experts does not support."""
 
     block: nn.Module
 
@@ -281,7 +281,7 @@ class Block:
 def mlp_of(
     module: nn.Module, ops: ModuleType, form: LayerForm = LLAMA_LAYERS, activation: str = "silu_mul"
 ) -> Mlp | Experts | Block:
-    """Build from the MLP of a decoder layer, dense or a mixture of experts. Arguments are those of Mlp.of."""
+    """Return the MLP of a decoder layer, dense or a mixture of experts. Arguments are those of Mlp.of."""
     if not form.gate_up:
         return Block(module)
     if not is_moe_block(module):
@@ -295,13 +295,13 @@ class Layer:
     """One decoder layer.
 
     Attributes:
-        input_norm: norm of what attention reads; None in EAGLE-1's heads, which do not normalize
-            their input.
-        post_norm: norm of what the MLP reads.
-        attention_norm: norm of what attention adds to the residual.
-        output_norm: norm of what the MLP adds to the residual.
-        multiplier: factor of what either adds to the residual.
-        layer_type: kind of its rotary angles, where a family has several.
+        input_norm: norm before attention; None in EAGLE-1's heads, which do not normalize their
+            input.
+        post_norm: norm before the MLP.
+        attention_norm: norm of attention's output before it is added to the residual.
+        output_norm: norm of the MLP's output before it is added to the residual.
+        multiplier: factor of both outputs before they are added to the residual.
+        layer_type: kind of the layer's rotary angles, if the family has several.
     """
 
     attention: Attention
@@ -326,7 +326,7 @@ class Layer:
         """Build from a LlamaDecoderLayer, or from a layer of this form.
 
         Args:
-            pairs: as of rotary_pairs.
+            pairs: result of rotary_pairs.
         """
         layer = cast(LlamaDecoderLayer, module)
         return cls(
@@ -343,7 +343,7 @@ class Layer:
 
     @property
     def is_llama_like(self) -> bool:
-        """Return whether it has no more than Llama's norms, and no less, and one call may compute it."""
+        """Return whether the layer has exactly Llama's parts, so that one fused call may compute it."""
         others = (self.attention_norm, self.output_norm, self.attention.qkv_order)
         shape = self.attention.shape
         is_usual = shape.softcap is None and shape.sinks is None and not self.attention.row_norms
@@ -361,7 +361,7 @@ class Layer:
     def normed_input(
         self, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None
     ) -> Rows:
-        """Add delta to hidden in place and return the sum as the layer reads it."""
+        """Add delta to the residual stream (hidden) in place and return the layer's normed input."""
         if self.input_norm is None:
             return hidden if delta is None else hidden.add_(delta)
         return self._normed_sum(hidden, delta, self.input_norm, self.attention.qkv)
@@ -399,8 +399,8 @@ class Decoder:
     """The embedding, the layers and the last norm of a causal LM.
 
     Args:
-        feature_layers: layers whose inputs, one after the other, are a row's feature; None for the
-            output itself.
+        feature_layers: layers whose concatenated inputs are a row's feature; None takes the output
+            itself.
     """
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] | None = None):
@@ -500,7 +500,7 @@ class Decoder:
 
 
 def layers_in_one_call(layers: Sequence[Layer], norm: Norm) -> QuantizedLayers | None:
-    """Return a function that runs all layers and the norm after them in one call.
+    """Return a function that runs all layers and the last norm in one C++ call.
 
     None if a layer is not quantised for a CPU.
     """
@@ -541,7 +541,8 @@ class Angles:
     """Rotary angles of positions, from a rotary module of transformers with its scaled frequencies.
 
     Args:
-        layer_type: which of the module's frequencies; None if it has one kind for all layers.
+        layer_type: kind of layer whose frequencies are used; None if the module has one kind for
+            all layers.
         head_dim: size of a head, if only a part of it may be rotated. Pairs past the module's
             frequencies are not rotated.
     """
@@ -564,7 +565,7 @@ class Angles:
 
 
 class StillAngles:
-    """Angles of 0 for all positions, and factors of queries that grow with them: Llama 4's still layers."""
+    """Rotary angles of Llama 4's layers without rotation: all 0, with query factors that grow with the position."""
 
     def __init__(self, config: PretrainedConfig, head_dim: int):
         self._half = head_dim // 2
@@ -581,7 +582,7 @@ class StillAngles:
 
 
 def rotary_types(module: nn.Module, config: PretrainedConfig) -> list[str | None]:
-    """Return the kind of each layer's rotary angles; None where the rotary module has one for all."""
+    """Return the kind of each layer's rotary angles; None if one kind serves all layers."""
     if hasattr(module, "inv_freq"):
         return [None] * config.num_hidden_layers
     return list(config.layer_types)
@@ -594,9 +595,10 @@ def _frequencies(module: nn.Module, layer_type: str | None) -> Float[Tensor, " h
 def rotary_pairs(
     head_dim: int, frequencies: Float[Tensor, " n"], form: LayerForm
 ) -> Int[Tensor, " head_dim"] | None:
-    """Return which number of a head stands at each place for pairs to be (i, i + half); None if they are already.
+    """Return the permutation of a head's elements that turns its rotary pairs into (i, i + half);
+    None if they already are.
 
-    Queries and keys in another order have the same products. Pairs that are rotated come first.
+    Queries and keys that are permuted alike have the same products. Rotated pairs come first.
     """
     num_pairs = len(frequencies)
     half = head_dim // 2
@@ -625,25 +627,25 @@ def _qkv_order(
 def normed_sum(
     ops: ModuleType, hidden: Float[Tensor, "R H"], delta: Float[Tensor, "R H"] | None, norm: Norm
 ) -> Float[Tensor, "R H"]:
-    """Add delta to hidden in place and return the norm of the sum."""
+    """Add delta to the residual stream (hidden) in place and return the norm of the sum."""
     if norm.weight.dtype is not hidden.dtype:
         ops = layer_ops  # the C++ has weights of the rows' dtype
     return ops.add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
 
 
 def reads_fp8(projection: Projection | nn.Module) -> bool:
-    """Return whether a projection reads ScaledRows, which the operation before it then returns."""
+    """Return whether a projection takes FP8 inputs (ScaledRows), which the operation before it then produces."""
     return getattr(projection, "reads_fp8", False)
 
 
 def ops_for(weight: Tensor) -> ModuleType:
-    """Return the module that runs small operations on this device and dtype: kernels.cpu_ops or layer_ops."""
+    """Return the module with the small operations for this device and dtype: kernels.cpu_ops or layer_ops."""
     is_cpp = cpu_ops.available(weight.device, weight.dtype) and not use_triton(weight.device)
     return cpu_ops if is_cpp else layer_ops
 
 
 def form_of(model: PreTrainedModel) -> LayerForm | None:
-    """Return the form of the layers of a model of a family that our own forward runs, else None."""
+    """Return the LayerForm of a model's family, or None if our own forward does not run the family."""
     family = BY_CLASS.get(type(model).__name__)
     return None if family is None else family.layer
 
@@ -662,7 +664,7 @@ def is_llama_shaped(model: PreTrainedModel) -> bool:
 
 
 def is_dense(model: PreTrainedModel) -> bool:
-    """Return whether Decoder can run the model, and the model has no experts."""
+    """Return whether Decoder can run the model and the model has no mixture of experts."""
     family = BY_CLASS.get(type(model).__name__)
     return family is not None and family.is_dense and is_llama_shaped(model)
 

@@ -10,15 +10,16 @@ Each row goes through the top_k experts that its router scores highest:
     delta = sum over j of weights[j] * expert[chosen[j]](normed)    in this order, whatever the other rows are
     delta += sigmoid(normed @ w_gate) * shared(normed)           Qwen2-MoE's expert that every row goes through
 
-Llama 4 weighs by sigmoid(normed @ W_router), and what an expert reads in place of its output.
+Llama 4's weights are sigmoid(normed @ W_router), and they multiply an expert's input instead of its
+output.
 
 The pairs (row, choice) are sorted by expert once, and each expert multiplies its pairs together.
 Where Triton runs, that is kernels/grouped_experts.py. Elsewhere it is torch's `grouped_mm`, or,
 where that would copy to the host and so could not be captured in a CUDA graph, each expert
 multiplies every row. Which of the three is known from device, dtype and sizes, before a capture
-starts. Weights are those of the transformers modules, in their memory. A rank has a slice of
-every expert's width I, and the ranks' deltas are added up: all have equal rows, so all choose
-alike. That is tried at the start (`checksum`), since no step's checksum sees it.
+starts. Weights stay in the memory of the transformers modules. A rank has a slice of every expert's
+width I, and the ranks' deltas are added up. All ranks have equal rows, so all choose the same
+experts. The start verifies that (`checksum`), since no step's checksum covers it.
 """
 
 from __future__ import annotations
@@ -61,16 +62,16 @@ class Experts:
     """The experts of one layer and their router, between its norm and the residual.
 
     Attributes:
-        reader: the router: a logit for each expert and then, if there is a shared expert, the logit
-            of its share.
-        gate_up: weights of all experts; gate_up[e] is gate, then up.
+        reader: the router's projection: a logit for each expert, and one for the gate of a shared
+            expert if there is one.
+        gate_up: weights of all experts; gate_up[e] has the gate's rows, then the up projection's.
         down: weights of all experts.
         shared: function of the block's shared expert, if it has one.
         weights_dtype: dtype to which the routing weights of the chosen experts are rounded.
         is_normalized: whether the routing weights of a row's experts are divided by their sum.
         scales_inputs: as in MixtureForm.
-        ranks: the ranks, each with a slice of every expert and of `shared`; None if this process has
-            all of them.
+        ranks: the ranks, each with a slice of every expert and of `shared`; None if this process
+            has all of them.
     """
 
     reader: Projection
@@ -119,7 +120,7 @@ class Experts:
 
     @torch.inference_mode()
     def checksum(self) -> int:
-        """Return a checksum of the router's logits for fixed random rows. Ranks with equal routers have equal ones."""
+        """Return a checksum of the router's logits for fixed random rows, which ranks compare."""
         width = self.gate_up.shape[2]
         generator = torch.Generator().manual_seed(width)  # all ranks have equal rows
         rows = torch.randn(max(TRIED_ROWS), width, generator=generator)

@@ -1,8 +1,7 @@
-"""Weights of 8-bit floats with a scale for each block of outputs and inputs, as Qwen3, GLM and DeepSeek publish them.
+"""Fp8BlockWeight: an 8-bit float weight with a scale per block, as Qwen3, GLM and DeepSeek publish them.
 
-weight = Fp8BlockWeight(values, scale, (128, 128))
-weight.dequantize()                       # in fp32
-part_of_blocks(weight, part)              # one rank's part
+weight = Fp8BlockWeight(values, scale, (128, 128)) weight.dequantize()                       # in
+fp32 part_of_blocks(weight, part)              # one rank's part
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Fp8BlockWeight:
         return self.values.shape
 
     def to(self, device: torch.device | str) -> Fp8BlockWeight:
-        """Return the weight on a device."""
+        """Return a copy of the weight on a device."""
         return Fp8BlockWeight(self.values.to(device), self.scale.to(device), self.block)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
@@ -46,7 +45,7 @@ class Fp8BlockWeight:
         return restored_blocks(self.values, self.scale, self.block)
 
     def in_blocks_of(self, outputs: int, inputs: int) -> Fp8BlockWeight:
-        """Return the weight in smaller blocks, whose sizes divide its own."""
+        """Return the weight with smaller blocks; each scale is repeated. The sizes must divide the present ones."""
         scale = self.scale.repeat_interleave(self.block[0] // outputs, 0)
         scale = scale.repeat_interleave(self.block[1] // inputs, 1)
         # The last of its blocks may be smaller, and has fewer of the new ones.
@@ -56,7 +55,7 @@ class Fp8BlockWeight:
 
 
 def part_of_blocks(weight: Fp8BlockWeight, part: Part) -> Fp8BlockWeight:
-    """Return some outputs or some inputs of a weight, in blocks that the part does not cut."""
+    """Return some outputs or some inputs of a weight, with blocks small enough that the part cuts none."""
     sizes = list(weight.block)
     ends = [end for both in part.ranges for end in both]
     sizes[part.dim] = math.gcd(sizes[part.dim], *ends)

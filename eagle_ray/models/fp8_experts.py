@@ -1,10 +1,11 @@
-"""Experts that a checkpoint has in FP8, each with tensors of its own: kept as they are stored on a GPU.
+"""Fp8Experts: the experts of an FP8 checkpoint, kept in FP8 on a GPU.
 
     experts = read_experts(module, "model.layers.0.mlp.experts", checkpoint)      # Fp8Experts
     experts.gate_up                                                               # Fp8Stack of all experts
 
-Experts (models/experts.py) multiplies pairs of rows and experts by such stacks. Where nothing does,
-they are restored as they are read, one expert at a time (`restore_experts`).
+The checkpoint has separate tensors for each expert. Experts (models/experts.py) multiplies pairs of
+rows and experts by stacks of them. On a device without such a product, the weights are restored to
+full precision while they are read, one expert at a time (`restore_experts`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Read = Callable[[str], Weight]  # reads the weight of a layer, by its name
 
 
 class Fp8Experts(nn.Module):
-    """The experts of a layer in FP8, in the place of transformers' module, whose forward it has.
+    """The experts of a layer in FP8, in place of transformers' module and with the same forward.
 
     Args:
-        activation: function of the gate.
+        activation: activation function of the gate.
     """
 
     def __init__(self, gate_up: Fp8Stack, down: Fp8Stack, activation: Callable[[Tensor], Tensor]):
@@ -50,7 +51,7 @@ class Fp8Experts(nn.Module):
 
     @property
     def gate_up(self) -> Fp8Stack:
-        """Return the weights of gate and up."""
+        """Return the stacked weights of the gate and up projections."""
         return Fp8Stack(
             cast(Tensor, self.gate_up_values), cast(Tensor, self.gate_up_scale), self.blocks[0]
         )
@@ -78,11 +79,12 @@ class Fp8Experts(nn.Module):
 
 
 def read_experts(module: Any, name: str, read: Read, device: str) -> Fp8Experts:
-    """Return experts in FP8 on the device. Raises EngineError for a weight that is not in FP8, or of a wrong shape.
+    """Read a layer's experts in FP8 to the device. Raises EngineError for a weight that is not in
+    FP8, or of a wrong shape.
 
     Args:
-        module: transformers' experts, without memory.
-        name: name of the module.
+        module: transformers' experts, on the meta device.
+        name: name of the module in the model.
     """
     gate_up, down = (
         _stack(getattr(module, stack).shape, name, projections, read, device)
@@ -92,7 +94,7 @@ def read_experts(module: Any, name: str, read: Read, device: str) -> Fp8Experts:
 
 
 def restore_experts(module: Any, name: str, read: Read, dtype: torch.dtype, device: str) -> None:
-    """Fill transformers' experts with the numbers of a checkpoint in FP8."""
+    """Fill transformers' dense experts with the dequantised weights of an FP8 checkpoint."""
     for stack, projections in STACKS.items():
         shape = getattr(module, stack).shape
         whole = torch.empty(shape, dtype=dtype, device=device)

@@ -1,6 +1,6 @@
-"""What the layers of a GPU have in common: frozen, with weights as buffers, and joined without copies.
+"""Base class and helpers of the linear layers on a GPU: frozen, with weights as buffers, and merged without copies.
 
-GpuLinear is their base; gpu_linears.py has the layers.
+gpu_linears.py has the layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from eagle_ray.kernels.stored_weight import StoredWeight, no_arrivals
 
 
 class GpuLinear(nn.Module):
-    """A linear layer of a GPU. reads_fp8: whether the operation before it is to return ScaledRows."""
+    """Base of a frozen linear layer on a GPU.
+
+    reads_fp8: whether it takes FP8 inputs (ScaledRows), which the operation before it then
+    produces.
+    """
 
     reads_fp8 = False
     bias: Tensor | None
@@ -31,20 +35,20 @@ class GpuLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a placeholder with the dtype and device of inputs."""
+        """Return an empty placeholder with the dtype and device of the inputs."""
         return torch.empty(0, dtype=torch.bfloat16, device=self.arrivals.device)
 
     @property
     def stored(self) -> StoredWeight:
-        """Return the weight as the kernel of few rows reads it."""
+        """Return the stored weight in the form that the kernel for few rows reads."""
         raise NotImplementedError
 
     def count_arrivals(self) -> None:
-        """Make the count of arrivals of the kernel of few rows. The weight is there by now."""
+        """Allocate the arrival counters of the kernel for few rows. Called once the weight is set."""
         self.register_buffer("arrivals", no_arrivals(self.stored), persistent=False)
 
     def multiply(self, rows: Float[Tensor, "R I"] | ScaledRows) -> Float[Tensor, "R O"]:
-        """Return rows @ weight.T + bias: few rows by our own kernel, if it is the choice here."""
+        """Return rows @ weight.T + bias: few rows by our own kernel, if it is chosen on this device, more by torch."""
         if few_rows.multiplies(len(rows), self.arrivals.device):
             return few_rows.product(rows, self.stored, self.bias, self.arrivals)
         return self.multiply_many(rows)
@@ -61,7 +65,7 @@ class GpuLinear(nn.Module):
         )
 
     def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
-        """Return one layer with the outputs of its parts one after the other; the parts become views of its memory."""
+        """Return one layer with the concatenated outputs of its parts. The parts become views of its memory."""
         raise NotImplementedError
 
     def dequantize(self) -> Float[Tensor, "O I"]:
@@ -69,7 +73,7 @@ class GpuLinear(nn.Module):
         raise NotImplementedError
 
     def rows(self, index: Int[Tensor, " D"]) -> nn.Linear:
-        """Return a dense layer with some of the outputs, in the given order."""
+        """Return a dense layer with some of this layer's outputs, in the given order."""
         return dense_linear(
             self.dequantize()[index], None if self.bias is None else self.bias[index]
         )
@@ -95,7 +99,10 @@ def joined_biases(parts: Sequence[GpuLinear]) -> Tensor | None:
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the parts' rows as one tensor, of which the parts become views; without a copy if they are views of it."""
+    """Return the concatenated rows of the parts as one tensor, and make the parts views of it.
+
+    Nothing is copied if they are adjacent views already.
+    """
     ends = [part.data_ptr() + part.nbytes for part in parts]
     begins = [part.data_ptr() for part in parts]
     num_rows, first = sum(map(len, parts)), parts[0]

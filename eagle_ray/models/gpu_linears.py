@@ -4,16 +4,15 @@
     quantize_fp8(model.base_model.layers)                 # dense layers, rounded to FP8
     outputs = layer(rows)
 
-Fp8Linear rounds the weight and the rows, the weight with a scale for each output and the rows with
-a scale for each row, so a row's numbers do not depend on the batch. The operation before it rounds
-the rows if it can:
+Fp8Linear has a weight with a scale per output, and rounds its input with a scale per row, so a
+row's results do not depend on the batch. The operation before it rounds the rows if it can:
 
-    outputs = layer(layer_ops.add_rms_norm_fp8(...))          # one product, and no launch more
+    outputs = layer(layer_ops.add_rms_norm_fp8(...)) # one product, and no launch more
 
 Up to SKINNY_ROWS rows are multiplied by a kernel of our own (kernels/few_rows.py says why): a row
-has the same bits alone and among others. More rows are multiplied by torch's scaled_mm in FP8; 4
-bits are restored in bf16 first. Without our kernel torch's own multiplies up to INT4_ROWS rows by 4
-bits, whose sums have one order, too.
+has the same bits alone and among others. More rows are multiplied by torch's scaled_mm in FP8;
+4-bit weights are restored to bf16 first. Without our kernel, torch's 4-bit kernel multiplies up to
+INT4_ROWS rows; it also sums in a fixed order.
 
 Both need rows in bf16, and FP8 needs compute capability FP8_CAPABILITY. Weights are buffers: they
 move with the module, and count as its memory.
@@ -54,7 +53,7 @@ INT4_ROWS = 32
 
 
 class Fp8Linear(GpuLinear):
-    """Computes inputs @ weight.T + bias with inputs in FP8; others are rounded here, in a launch more."""
+    """Computes inputs @ weight.T + bias with FP8 inputs. Inputs in bf16 are rounded here first, by a launch more."""
 
     reads_fp8 = True
     values: Tensor
@@ -105,7 +104,7 @@ class Fp8Linear(GpuLinear):
 
 
 class Int4Linear(GpuLinear):
-    """Computes inputs @ weight.T + bias over weights of 4 bits, (code - 8) * scale + zero, with inputs in bf16.
+    """Computes inputs @ weight.T + bias with a 4-bit weight, (code - 8) * scale + zero, and inputs in bf16.
 
     Raises ValueError for a weight that `why_not_int4` refuses.
     """
@@ -191,10 +190,10 @@ def gpu_linear(
     dtype: torch.dtype,
     device: torch.device,
 ) -> GpuLinear | nn.Linear:
-    """Return a layer over a checkpoint's weight: quantised if a kernel of the device takes it, else dense in `dtype`.
+    """Return a layer for a checkpoint's weight: quantised if a kernel of the device supports it, else dense in `dtype`.
 
-    The layer is where the weight is; it may move to the device later. A reason why it is dense is
-    logged once.
+    The layer is where the weight is; it may move to the device later. The reason for a dense layer
+    is logged once.
     """
     reason = _why_not_here(weight, dtype, device)
     if reason is None:
@@ -208,7 +207,7 @@ def gpu_linear(
 
 
 def why_not_int4(weight: QuantizedWeight) -> str | None:
-    """Return why torch's kernel of 4 bits does not multiply by this weight, or None."""
+    """Return why torch's 4-bit kernel cannot multiply by this weight, or None if it can."""
     num_out, num_in = weight.codes.shape
     if weight.bits != 4:
         return f"codes have {weight.bits} bits, and the kernel reads 4"
@@ -250,7 +249,7 @@ def _why_not_fp8(weight: Fp8Weight) -> str | None:
 
 
 def why_no_fp8(device: torch.device) -> str | None:
-    """Return why a device does not compute in FP8, or None."""
+    """Return why a device cannot compute in FP8, or None if it can."""
     if device.type != "cuda":
         return f"{device.type} is no GPU"
     capability = torch.cuda.get_device_capability(device)
@@ -265,7 +264,7 @@ def log_dense(reason: str) -> None:
 
 
 def fp8_weight(weight: Float[Tensor, "O I"]) -> Fp8Weight:
-    """Return a weight in FP8. The scale of an output maps its largest weight to the largest number of FP8."""
+    """Round a weight to FP8, with a scale per output that maps its largest weight to FP8's largest number."""
     largest = weight.abs().amax(1, keepdim=True).float()
     scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
     return Fp8Weight(to_fp8(weight.float() / scale), scale)
@@ -275,7 +274,7 @@ def quantize_fp8(module: nn.Module, device: torch.device | str | None = None) ->
     """Replace every linear layer of a module by one in FP8, in place and one by one.
 
     Args:
-        device: where the weights are quantised and stay; None is where they are.
+        device: device on which the weights are quantised and stay; None is their present one.
 
     Raises:
         EngineError: the size of a layer is no multiple of FP8_MULTIPLE.
@@ -302,13 +301,13 @@ def int4_product(
     group_size: int,
     scales: Float[Tensor, "G O 2"],
 ) -> Float[Tensor, "R O"]:
-    """Return rows @ weight.T by torch's kernel, which is for CUDA alone."""
+    """Return rows @ weight.T by torch's 4-bit kernel, which exists for CUDA alone."""
     return torch.ops.aten._weight_int4pack_mm(rows, packed, group_size, scales)
 
 
 @cache
 def knows_layout(device: torch.device) -> bool:
-    """Return whether torch packs 4-bit weights on this device in the layout of `tile_packed`."""
+    """Return whether torch on this device packs 4-bit weights in the layout that `tile_packed` writes."""
     if device.type != "cuda":
         return True
     codes = torch.arange(64 * 128, device=device).mul(7).remainder(16).to(torch.uint8).view(64, 128)
@@ -320,7 +319,7 @@ def knows_layout(device: torch.device) -> bool:
 
 
 def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 words"]:
-    """Return codes as torch's kernel of 4 bits reads them: eight outputs in a tile, 32 lanes in a run of its inputs.
+    """Pack 4-bit codes into the layout of torch's kernel: eight outputs in a tile, 32 lanes in a run of its inputs.
 
     A word holds eight codes of one output, of 32 inputs of which four lanes hold a pair in each
     quarter. Lane 4 * output + pair has them in its bits from the lowest on: the even inputs of the
@@ -337,7 +336,7 @@ def tile_packed(codes: UInt8[Tensor, "O I"]) -> Int32[Tensor, "tiles runs 32 wor
 
 
 def tile_unpacked(packed: Int32[Tensor, "tiles runs 32 words"]) -> Int32[Tensor, "O I"]:
-    """Return the codes that `tile_packed` packed."""
+    """Undo `tile_packed`: return the codes."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
     nibbles = (packed[..., None] >> shifts) & 15
     # Tile, run, output, pair, word, odd, quarter.

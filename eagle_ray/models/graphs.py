@@ -89,16 +89,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PassSizes:
-    """Sizes of the captured passes, for a planner.
+    """The sizes of captured passes, from which a planner knows how many rows a plan really costs.
 
     Attributes:
-        rows: the rows of the pass over trees that is run for a number of rows.
-        batch: likewise of a plain pass.
-        pairs: likewise of the pass that reads a draft's pending pairs, which is chosen by an upper
-            bound of them; None if it has as many rows as there are pairs.
-        level_rows: the rows of the pass that drafts a further level, for a number of sequences and
-            a width.
-        max_rows: most rows of a pass over trees of a number of sequences.
+        rows: returns the rows of the captured pass over trees that serves a number of rows.
+        batch: returns the rows of the captured plain pass that serves a batch size.
+        pairs: returns the rows of the captured pass that reads up to this many pending pairs of a
+            draft; None if it has as many rows as there are pairs.
+        level_rows: returns the rows of the captured pass that drafts a further level, for a number
+            of sequences and a width.
+        max_rows: returns the maximum rows of a pass over trees of a number of sequences.
     """
 
     rows: Callable[[int], int] = int
@@ -110,12 +110,12 @@ class PassSizes:
 
 @dataclass(frozen=True, slots=True)
 class SizeRule:
-    """The sizes that passes of a kind are padded to.
+    """The sizes that passes of a kind are padded to: given ones up to 64, then a geometric series.
 
     Attributes:
-        small: those up to 64, ascending.
-        growth: times a size past 64 the next one is at least.
-        coarse_growth: the same where there are more than FINE_SLOTS slots.
+        small: sizes up to 64, ascending.
+        growth: minimum factor between two sizes above 64.
+        coarse_growth: that factor for engines with more than FINE_SLOTS slots.
     """
 
     small: tuple[int, ...]
@@ -123,7 +123,7 @@ class SizeRule:
     coarse_growth: float
 
     def sizes(self, largest: int, is_coarse: bool) -> list[int]:
-        """Return the sizes up to `largest`, which is the last one. Sizes above 64 are multiples of 16."""
+        """Return the sizes up to `largest`, which is always the last. Sizes above 64 are multiples of 16."""
         sizes = [size for size in self.small if size < largest]
         growth = self.coarse_growth if is_coarse else self.growth
         while (
@@ -147,19 +147,19 @@ class CudaGraphRunner:
     """Captured passes by key.
 
     Args:
-        num_slots, capacity: upper bounds of batch size and context.
-        fused: Triton's kernels run the passes. They read no more of a context than there is and
-            decide per row how it is sampled, so one graph serves every context and every kind of
+        num_slots, capacity: upper bounds on batch size and context length.
+        fused: whether Triton's kernels run the passes. They read a context only to its end and
+            decide per row how it is sampled, so one graph serves every context length and kind of
             sampling.
 
     Attributes:
-        contexts: buckets of the context length, ascending.
+        contexts: context lengths that passes are captured for, ascending.
         captured: number of captures by kind of pass, key[0].
         num_replayed: number of replays.
-        seconds, bytes: time and device memory that captures took.
-        failures: why captures failed, by key; these passes run eagerly.
-        agrees: returns whether something holds on all ranks of the engine; is given whether it does
-            here.
+        seconds, bytes: time and device memory spent on captures.
+        failures: reasons why captures failed, by key; these passes run eagerly.
+        agrees: returns whether a condition holds on all ranks of the engine, given whether it holds
+            on this one.
     """
 
     def __init__(
@@ -191,17 +191,18 @@ class CudaGraphRunner:
         )
 
     def batch_size(self, num_sequences: int) -> int:
-        """Return the rows of a plain pass."""
+        """Return the batch size of the captured plain pass that serves this batch size."""
         return self._padded(num_sequences, PLAIN_SIZES, self._num_slots)
 
     def draft_size(self, num_sequences: int, width: int = 1) -> int:
-        """Return the sequences of the pass that drafts a level of this width; width 1 is the first level's too."""
+        """Return for how many sequences the pass is captured that drafts a level of this width; the
+        first level has width 1."""
         return self._padded(
             num_sequences, FEW_ROWS if width <= NARROW_LEVEL else MANY_ROWS, self._num_slots
         )
 
     def draft_width(self, width: int, num_children: int, num_sequences: int) -> int:
-        """Return the width of the levels that are replayed for a plan of this width."""
+        """Return the captured width of draft levels that serves a plan of this width."""
         return next(
             (each for each in self.level_widths(num_children, num_sequences) if width <= each),
             num_children,
@@ -213,12 +214,12 @@ class CudaGraphRunner:
         return [*(width for width in narrow if width < num_children), num_children]
 
     def level_rows(self, plan: DraftPlan, num_sequences: int) -> int:
-        """Return the rows of the pass that drafts a further level of this plan."""
+        """Return the rows of the captured pass that drafts a further level of this plan."""
         width = self.draft_width(plan.width, plan.children, num_sequences)
         return self.draft_size(num_sequences, width) * width
 
     def level_passes(self, num_children: int) -> list[tuple[int, int]]:
-        """Return sequences and width of every pass that drafts a further level, the largest first."""
+        """Return sequences and width of every captured pass that drafts a further level, the largest first."""
         passes = {
             (self.draft_size(n, width), width)
             for n in range(1, self._num_slots + 1)
@@ -227,7 +228,7 @@ class CudaGraphRunner:
         return sorted(passes, key=lambda each: (each[0] * each[1], each), reverse=True)
 
     def pair_rows(self, num_pairs: int, max_pairs: int) -> int:
-        """Return the rows of the pass that reads up to this many pairs, at most max_pairs of each slot."""
+        """Return the rows of the captured pass that reads up to this many pairs, at most max_pairs per slot."""
         return self._padded(num_pairs, PAIR_SIZES, self._num_slots * max_pairs)
 
     def _padded(self, size: int, rule: SizeRule, largest: int) -> int:
@@ -241,7 +242,7 @@ class CudaGraphRunner:
         return pass_rows(num_rows)
 
     def max_rows(self, num_sequences: int, max_nodes: int) -> int:
-        """Return the rows of the largest pass over trees of this many sequences, of at most max_nodes drafted nodes."""
+        """Return the rows of the largest pass over this many trees, each of at most max_nodes drafted nodes."""
         num_trees = min(_bucket(num_sequences, TREE_SIZES, TREE_SIZES[-1]), self._num_slots)
         wanted = num_sequences * (1 + max_nodes)
         return self.num_rows(
@@ -259,7 +260,7 @@ class CudaGraphRunner:
         return PassSizes(self.num_rows, self.batch_size, pairs, level_rows, max_rows)
 
     def sizes(self, padded: Callable[[int], int], largest: int) -> list[int]:
-        """Return every size that `padded` returns for 1 to `largest`, the largest first."""
+        """Return every size to which a padding function maps 1 to `largest`, the largest first."""
         return sorted({padded(n) for n in range(1, largest + 1)}, reverse=True)
 
     @property
@@ -271,7 +272,8 @@ class CudaGraphRunner:
         return min(size, num_rows, self._num_slots)
 
     def tree_passes(self, max_nodes: int) -> list[tuple[int, int]]:
-        """Return trees and rows of every pass over trees of at most max_nodes drafted nodes, the largest first."""
+        """Return trees and rows of every pass over trees with at most max_nodes drafted nodes each,
+        the largest first."""
         rows_of_all = self.sizes(self.num_rows, self.max_rows(self._num_slots, max_nodes))
         passes = {
             (self.num_trees(size, rows), rows)
@@ -295,7 +297,7 @@ class CudaGraphRunner:
         return self.captured.total()
 
     def has(self, key: tuple[Hashable, ...]) -> bool:
-        """Return whether a pass is captured. If so, it is not dropped before its next replay."""
+        """Return whether a pass is captured. If so, it is kept at least until its next replay."""
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return key in self._graphs
@@ -303,7 +305,7 @@ class CudaGraphRunner:
     def record(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]
     ) -> bool:
-        """Capture a pass if that has not been done; return whether it can be replayed."""
+        """Capture a pass unless it is captured already; return whether it can be replayed."""
         if not self.has(key) and self.may_capture(key):
             self._capture(key, function, InputBuffers(inputs))
         return key in self._graphs
@@ -311,8 +313,9 @@ class CudaGraphRunner:
     def run(
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: Sequence[PaddedInput]
     ) -> Any:
-        """Run the function on padded inputs; results are in tensors of the padded shapes, valid
-        until the next replay.
+        """Replay a pass on these inputs, padded; it is captured first if needed.
+
+        Results are in tensors of the padded shapes, valid until the next replay.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -326,14 +329,16 @@ class CudaGraphRunner:
         return function(*buffers.tensors) if graph is None else graph.replay()
 
     def replays(self, kind: Hashable) -> bool:
-        """Return whether passes of this kind, key[0], may be replayed: some are captured, or may be."""
+        """Return whether passes of this kind, key[0], can be replayed: some are captured, or
+        captures have not kept failing."""
         return self._refusals[kind] < MAX_FAILED_CAPTURES or any(
             key[0] == kind for key in self._graphs
         )
 
     @property
     def failure(self) -> str | None:
-        """Return which passes run eagerly since their capture failed, with the first reason, or None if none do."""
+        """Return a text on which passes run eagerly because their capture failed, with the first
+        reason; None if none do."""
         if not self.failures:
             return None
         counts = Counter(key[0] for key in self.failures)
@@ -346,7 +351,7 @@ class CudaGraphRunner:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep all passes that are captured in this context: every job replays them."""
+        """Keep all passes captured in this context for good, since every job replays them."""
         self._is_keeping = True
         try:
             yield
@@ -430,7 +435,7 @@ class CudaGraphRunner:
         return self._pools[kind]
 
     def used_bytes(self) -> int:
-        """Return the bytes of the device in use by anything, executables of graphs included; 0 on a CPU."""
+        """Return the bytes in use on the device by any process, executables of graphs included; 0 on a CPU."""
         if not self.on_cuda:
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
@@ -447,9 +452,10 @@ class InputBuffers:
         self._filled = [tuple(0 for _ in padded.shape) for padded in inputs]
 
     def fill(self, inputs: Sequence[PaddedInput]) -> None:
-        """Copy the inputs into the corners of the buffers and pad the rest.
+        """Copy the inputs to the beginning of each dimension of the buffers and pad the rest.
 
-        Corners of a dtype without gaps are copied together: a GPU does that in one launch.
+        Inputs of one dtype whose buffers have no gaps are copied together: on a GPU that is one
+        launch.
         """
         corners: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
         tensors: defaultdict[Hashable, list[Tensor]] = defaultdict(list)
@@ -483,10 +489,10 @@ def _padded_corner(buffer: Tensor, padded: PaddedInput, filled: tuple[int, ...])
 
 
 class EagerGraph:
-    """The CPU's substitute of a graph: call the function again and copy its results to a fixed address.
+    """The CPU's substitute for a CUDA graph: it calls the function again and copies its results to a fixed address.
 
-    Other memory that a call returns is overwritten with POISON, since a real graph would not write
-    it again.
+    All other memory that the call returns is overwritten with POISON, because a real graph would
+    not write it either.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
@@ -518,7 +524,7 @@ class CudaPool:
         self.stream = torch.cuda.Stream()
 
     def end_failed_capture(self) -> None:
-        """Let the allocator leave the pool, which torch does after a capture, but not after one that failed."""
+        """Detach the allocator from the pool, which torch does after a capture, but not after a failed one."""
         device = torch.cuda.current_device()
         with suppress(RuntimeError):  # the allocator has left it
             torch._C._cuda_endAllocateToPool(device, self.handle)
@@ -576,7 +582,7 @@ def _contexts(device: str, capacity: int) -> list[int]:
 
 
 def pass_rows(num_rows: int) -> int:
-    """Return the rows of the pass over trees that is replayed for this many."""
+    """Return the rows of the captured pass over trees that serves this many rows."""
     return _bucket(num_rows, ROW_SIZES, LARGE_ROWS)
 
 

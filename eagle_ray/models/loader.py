@@ -96,10 +96,10 @@ def load_causal_lm(
     do not match its config.
 
     Args:
-        dtype: "auto" is the checkpoint's own.
-        dequantize: whether weights that this engine can run as they are become dense ones.
-        runs_on: the type of device for which quantised weights are laid out, if they move later;
-            None is `device`.
+        dtype: dtype of the model; "auto" is the checkpoint's own.
+        dequantize: whether to dequantise weights that this engine could run quantised.
+        runs_on: type of the device that quantised weights are laid out for, if they move there
+            later; None is `device`.
         ranks: group in which this rank reads its part; None reads all.
         rounds: whether plain weights of layers are rounded to FP8 as they are read.
         has_lm_head: whether the checkpoint must have an lm_head; without, it may be one of the
@@ -217,9 +217,9 @@ def _generation_config(path: Path) -> GenerationConfig | None:
 
 
 def loads_to(device: str) -> bool:
-    """Return whether weights are read straight to the device: to a GPU, if accelerate is installed.
+    """Return whether weights are read straight to the device, which needs a GPU and accelerate.
 
-    Otherwise they are read to the host first, which takes as much memory there and a copy more.
+    Otherwise they are read to the host first, which takes as much memory there and one copy more.
     """
     return torch.device(device).type != "cpu" and find_spec("accelerate") is not None
 
@@ -296,14 +296,14 @@ def _check_quantiser(config: PretrainedConfig) -> None:
 
 
 def set_eos_ids(model: PreTrainedModel, ids: frozenset[int]) -> None:
-    """Set the tokens that end an answer: those of the model's files and of its tokenizer."""
+    """Set the model's end-of-sequence tokens: those of its files and of its tokenizer."""
     generation = model.generation_config or GenerationConfig()
     generation.eos_token_id = sorted(ids) or None
     model.generation_config = generation
 
 
 def eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the generation config's EOS ids, or the config's; empty if neither has one."""
+    """Return the EOS ids of the generation config, or else of the config; empty if neither has any."""
     generation = (
         getattr(model.generation_config, "eos_token_id", None) if model.generation_config else None
     )
@@ -393,7 +393,7 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
 
     Args:
         config: config of the causal LM.
-        path: its directory; the sizes of its weight files are looked at.
+        path: directory of the model, for the sizes of its weight files.
         device: cpu or cuda.
     """
     own = checkpoint_dtype(config)
@@ -430,10 +430,10 @@ def auto_dtype(config: PretrainedConfig, path: Path, device: str) -> tuple[torch
 def activation_dtype(
     dtype: torch.dtype, config: PretrainedConfig, path: Path, device: str
 ) -> torch.dtype:
-    """Return the dtype in which a target runs that is asked to run in this one.
+    """Return the dtype of a target's activations, given the requested one.
 
-    A quantised target on a CPU runs in fp32 if rows of dense layers would depend on their company:
-    in fp16, and in bf16 on a CPU without its instructions.
+    A quantised target on a CPU runs in fp32 where a row of a dense layer would otherwise depend on
+    the other rows: for fp16, and for bf16 on a CPU without bf16 instructions.
     """
     if device != "cpu" or not keeps_quantized(path, config) or cpu_ops.quantized_path() == 0:
         return dtype

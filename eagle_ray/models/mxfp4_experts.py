@@ -1,10 +1,10 @@
-"""Experts that a file has in MXFP4, as those of gpt-oss are published: restored to bf16 as they are read.
+"""Restore experts stored in MXFP4, as gpt-oss publishes them, to bf16 while they are read.
 
     stacks_in(names)                   # {'model.layers.0.mlp.experts.down_proj', ...}
     restored(blocks, scales)           # [E, I, O] in bf16, which has each of these numbers exactly
 
-A stack of experts is two tensors: `_blocks` has a byte for two numbers, the lower half first, 32 numbers
-of one output in a block; `_scales` has the exponent of each block, of base 2, plus 127.
+A stack of experts is two tensors. `_blocks` has a byte for two numbers, the lower half first, and
+32 numbers of one output per block. `_scales` has each block's exponent to base 2, plus 127.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EXPONENT_BIAS = 127
 
 
 def stacks_in(names: Iterable[str]) -> frozenset[str]:
-    """Return the stacks of experts that are stored in MXFP4, by the names of a checkpoint's tensors."""
+    """Return the expert stacks stored in MXFP4, from the names of a checkpoint's tensors."""
     return frozenset(
         name.removesuffix(BLOCKS) for name in names if name.endswith(BLOCKS) and ".experts." in name
     )
@@ -30,7 +30,7 @@ def stacks_in(names: Iterable[str]) -> frozenset[str]:
 def restored(
     blocks: UInt8[Tensor, "E O G half"], scales: UInt8[Tensor, "E O G"]
 ) -> BFloat16[Tensor, "E I O"]:
-    """Return the numbers of a stack, inputs first."""
+    """Return a stack in bf16, with the inputs' dimension before the outputs'."""
     values = torch.tensor([*MAGNITUDES, *(-each for each in MAGNITUDES)])
     num_experts, num_outputs, num_blocks, half = blocks.shape
     stack = torch.empty(

@@ -51,13 +51,14 @@ Weight = QuantizedWeight | Fp8Weight | Fp8BlockWeight | Tensor
 
 @dataclass(frozen=True, slots=True)
 class SafetensorFiles:
-    """The tensors of a directory's safetensors files, each read when it is asked for. Use `open` to build it.
+    """The tensors of a directory's safetensors files, each read on demand. Built by `open`.
 
-    Of a wrapper (families.py) they are those of its text half, by the names of a text model.
+    For a multimodal wrapper (families.py) they are those of its text model, by a text model's
+    names.
 
     Attributes:
-        file_of: the file that holds a tensor, by its name.
-        stored: names in the files of tensors that have another name here.
+        file_of: name of the file that holds each tensor.
+        stored: name in the files of each tensor that is renamed here.
     """
 
     directory: Path
@@ -101,7 +102,7 @@ class SafetensorFiles:
         return SafetensorFiles(self.directory, file_of, self.opened, renamed)
 
     def layer_names(self) -> dict[str, str]:
-        """Return the names in the files of layers that have another name here."""
+        """Return the name in the files of each layer that is renamed here."""
         pairs = ((text.rpartition("."), name.rpartition(".")) for text, name in self.stored.items())
         return {text[0]: name[0] for text, name in pairs}
 
@@ -130,20 +131,20 @@ class SafetensorFiles:
             ) from error
 
     def slice_of(self, name: str) -> Any:
-        """Return safetensors' slice of a tensor, of which parts can be read. Raises EngineError as `tensor` does."""
+        """Return safetensors' lazy slice of a tensor, to read a part of it. Raises EngineError as `tensor` does."""
         if name not in self.file_of:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
         return self.handle(self.file_of[name]).get_slice(self.stored.get(name, name))
 
     def has_own_head(self) -> bool:
-        """Return whether there are an embedding and an lm_head in plain weights, and these differ."""
+        """Return whether the files have an embedding and an lm_head in plain weights that differ."""
         if not {EMBEDDING_WEIGHT, LM_HEAD} <= self.file_of.keys():
             return False
         return not torch.equal(self.tensor(EMBEDDING_WEIGHT), self.tensor(LM_HEAD))
 
 
 def wraps_text(directory: Path) -> bool:
-    """Return whether a directory holds a wrapper, of which the text half is read. Raises EngineError."""
+    """Return whether a directory holds a multimodal wrapper whose text model is read. Raises EngineError."""
     return read_object(directory, CONFIG).get("model_type") in WRAPPERS
 
 
@@ -153,7 +154,7 @@ def _is_file_name(name: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of one linear layer.
+    """The tensors of one linear layer in a checkpoint, with checks on their dtypes and shapes.
 
     Attributes:
         name: name of the layer, such as model.layers.0.mlp.up_proj.
@@ -163,7 +164,7 @@ class LayerTensors:
     files: SafetensorFiles
 
     def has(self, suffix: str) -> bool:
-        """Return whether there is a tensor of this name below the layer's."""
+        """Return whether the layer has a tensor with this suffix."""
         return f"{self.name}.{suffix}" in self.files.file_of
 
     def tensor(
@@ -172,7 +173,8 @@ class LayerTensors:
         dtypes: Sequence[torch.dtype] = (),
         shape: Sequence[int | None] | None = None,
     ) -> Tensor:
-        """Return a tensor of one of these dtypes and of this shape, in which None is any size. Raises EngineError."""
+        """Return a tensor that must have one of these dtypes and this shape; None in it is any
+        size. Raises EngineError."""
         tensor = self.files.tensor(f"{self.name}.{suffix}")
         if dtypes and tensor.dtype not in dtypes:
             names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -194,14 +196,14 @@ class LayerTensors:
         return values
 
     def fp8(self, suffix: str) -> Float8e4m3fn[Tensor, "O I"]:
-        """Return a matrix of 8-bit floats. Raises EngineError if one is not a number."""
+        """Return a matrix of 8-bit floats. Raises EngineError if it contains NaN."""
         values = self.tensor(suffix, (torch.float8_e4m3fn,), (None, None))
         if (values.view(torch.uint8) & FP8_NAN == FP8_NAN).any():
             raise self.fault(suffix, NOT_FINITE)
         return values
 
     def fault(self, suffix: str, message: str, remedy: str = DOWNLOAD) -> EngineError:
-        """Return the error of one of the tensors."""
+        """Return an EngineError that names one of the layer's tensors, the fault and the remedy."""
         return EngineError(f"tensor {self.name}.{suffix}: {message}. {remedy}")
 
 
@@ -219,7 +221,7 @@ def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> Quantize
     """Return a weight of AutoAWQ's version "gemm".
 
     Args:
-        zero_point: whether qzeros must be there; without them it is 8.
+        zero_point: whether qzeros must be there; without them the zero point is 8.
     """
     words = layer.tensor("qweight", WORDS, (None, None))
     codes = _awq_codes(words)
@@ -247,8 +249,8 @@ def read_gptq(
     """Return a weight of AutoGPTQ or GPTQModel.
 
     The zero point is the stored one plus zero_shift, which may be 2 ** bits, as in vLLM. If the
-    inputs of a group are apart, the codes are sorted by group, and the weight's order says which
-    inputs they belong to.
+    inputs of a group are not adjacent, the codes are sorted by group, and the weight's `order` says
+    which inputs they belong to.
 
     Args:
         desc_act: whether g_idx must be there; it is read if it is.
@@ -336,7 +338,7 @@ def _by_output(
 
 
 def read_fp8(layer: LayerTensors) -> Fp8Weight:
-    """Return a weight of 8-bit floats with a scale of each output, or one of all."""
+    """Return a weight of 8-bit floats with one scale per output, or one for the whole weight."""
     values = layer.fp8("weight")
     scale = layer.finite("weight_scale").float()
     if scale.numel() == 1:
@@ -345,10 +347,10 @@ def read_fp8(layer: LayerTensors) -> Fp8Weight:
 
 
 def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) -> Fp8BlockWeight:
-    """Return a weight of 8-bit floats with a scale of each block.
+    """Return a weight of 8-bit floats with one scale per block.
 
     Args:
-        suffix: the name of the scales below the layer's.
+        suffix: suffix of the scales' name.
         block: outputs and inputs that share a scale; the last blocks may be smaller.
     """
     values = layer.fp8("weight")
@@ -357,7 +359,7 @@ def read_fp8_blocks(layer: LayerTensors, suffix: str, block: tuple[int, int]) ->
 
 
 def read_fp8_in_blocks_of_128(layer: LayerTensors) -> Fp8BlockWeight:
-    """Return a weight of Model Optimizer, whose scales have the shape of its blocks: [O/128, 1, I/128, 1]."""
+    """Return an FP8 weight of Model Optimizer, whose scales have the shape [O/128, 1, I/128, 1]."""
     values = layer.fp8("weight")
     num_outputs, num_inputs = (-(-size // 128) for size in values.shape)
     scale = layer.finite("weight_scale", (num_outputs, 1, num_inputs, 1))

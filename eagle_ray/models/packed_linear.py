@@ -6,9 +6,9 @@ whose weight lies as its product reads it (packed_products.py).
     pack_linears(model)             # once, before the model is used
     warm_up_kernels(model, 64)      # what oneDNN compiles, for passes of up to 64 rows, before requests wait for it
 
-A row's result does not depend on the other rows, bit for bit, which F.linear does not guarantee. No
-measurement chooses an order of summation, so all workers of a job and all starts have the same
-bits. A packed weight is not a parameter, has no gradient and cannot be moved.
+A row's result does not depend on the other rows, bit for bit, which F.linear does not guarantee.
+The order of summation is never chosen by a measurement, so all workers of a job and all starts have
+the same bits. A packed weight is not a parameter, has no gradient and cannot be moved.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Projection(Protocol):
     """Protocol of a linear layer of our own forward. Only one with `reads_fp8` gets rows in FP8.
 
     Attributes:
-        weight: its dtype and its device are those of inputs and outputs; its values may be
-            elsewhere.
+        weight: tensor with the dtype and device of inputs and outputs. It may be an empty
+            placeholder.
     """
 
     in_features: int
@@ -81,10 +81,10 @@ class Projection(Protocol):
 
 
 class PackedLinear(nn.Module):
-    """Computes what `linear` does, within rounding.
+    """A frozen linear layer on a CPU whose weight is packed for its product. Equal to `linear` within rounding.
 
     Args:
-        linear: on a CPU, in fp32 or bf16; it may be discarded.
+        linear: layer on a CPU, in fp32 or bf16; it may be discarded.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -95,7 +95,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a placeholder with a dtype and a device, which some models read from their routers."""
+        """Return an empty placeholder with a dtype and a device, which some models read from their routers."""
         return torch.empty(0, dtype=self.product.dtype)
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
@@ -128,7 +128,7 @@ class SideBySideLinear(nn.Module):
 
 
 class OutputSlice(nn.Module):
-    """Outputs begin .. end - 1 of a merged layer: the outputs of one of its parts."""
+    """One part of a merged layer, as a module: outputs begin .. end - 1."""
 
     def __init__(self, whole: PackedLinear | QuantizedLinear, begin: int, end: int):
         super().__init__()
@@ -144,7 +144,7 @@ class OutputSlice(nn.Module):
 
 
 def linear_layers(model: nn.Module) -> list[PackedLinear | QuantizedLinear | nn.Linear]:
-    """Return the linear layers that a packed model's passes run, merged ones once."""
+    """Return the linear layers that a packed model's passes run, a merged layer once."""
     return [
         module
         for module in model.modules()
@@ -153,13 +153,14 @@ def linear_layers(model: nn.Module) -> list[PackedLinear | QuantizedLinear | nn.
 
 
 def multiplies_quantized(*models: nn.Module | None) -> bool:
-    """Return whether all linear layers of these models are quantised ones on a CPU."""
+    """Return whether all linear layers of these models are this engine's quantised layers on a CPU."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
     return bool(layers) and all(isinstance(layer, QuantizedLinear) for layer in layers)
 
 
 def multiplies_here(*models: nn.Module | None) -> bool:
-    """Return whether all products of the models that there are are those of this engine's kernels on a CPU."""
+    """Return whether all linear layers of these models run on this engine's own CPU kernels. None
+    stands for no model."""
     layers = [layer for model in models if model is not None for layer in linear_layers(model)]
     return bool(layers) and all(
         isinstance(layer, QuantizedLinear)
@@ -169,14 +170,14 @@ def multiplies_here(*models: nn.Module | None) -> bool:
 
 
 def layer_bytes(layer: PackedLinear | QuantizedLinear | nn.Linear) -> int:
-    """Return the bytes of a layer's weight, which a pass over few rows reads once."""
+    """Return the bytes of a layer's weight, all of which a pass over few rows reads once."""
     if isinstance(layer, QuantizedLinear):
         return layer.weight_bytes
     return layer.in_features * layer.out_features * layer.weight.itemsize
 
 
 def run_linears(model: nn.Module, num_rows: int) -> None:
-    """Run each linear layer of a packed model once, over zeros: most of what a pass over num_rows tokens takes."""
+    """Run each linear layer of a packed model once on zeros, to time most of what a pass over num_rows tokens costs."""
     for layer in linear_layers(model):
         layer(
             torch.zeros(
@@ -186,7 +187,7 @@ def run_linears(model: nn.Module, num_rows: int) -> None:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """Return whether our own forward can run this layer: a dense one, packed or not, or a quantised one of ours."""
+    """Return whether our own forward can run this layer: dense, packed, or quantised by this engine."""
     if isinstance(module, ReducedLinear):
         return is_projection(module.part)
     ours = PackedLinear | QuantizedLinear | GpuLinear | OutputSlice
@@ -246,7 +247,8 @@ def _joined_data(parts: list[nn.Parameter]) -> Tensor:
 
 
 def pack_draft(draft: nn.Module, target: nn.Module) -> None:
-    """Pack a draft, of which no output needs to be exact: with a quantised target, it is rounded to 8 bits first."""
+    """Pack a draft's linear layers. With a quantised target they are first rounded to 8 bits, since
+    drafts need not be exact."""
     if holds_quantized(target):
         quantize_linears(draft)
     pack_linears(draft)
@@ -255,14 +257,15 @@ def pack_draft(draft: nn.Module, target: nn.Module) -> None:
 def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
     """Replace the model's linear layers in place where that pays and this machine's torch supports it.
 
-    The projections of a Llama-shaped layer that read the same input are packed as one, which our
-    own forward runs; each part stays in the module tree as a slice of its outputs. So do quantised
-    projections that are alike.
+    The projections of a Llama-shaped layer that read one input are packed together, and our own
+    forward runs them as one. Each part stays in the module tree as a slice of the outputs.
+    Quantised projections of one kind are merged likewise.
 
     Args:
-        min_weights: smaller layers stay, as do those of other quantisers; None is min_weights_of
-            their dtype. With quantised layers none stays: their inputs are rounded to 8 bits, so
-            one bit more or less may become another token. A weight tied to an embedding stays, too.
+        min_weights: minimum number of weights of a packed layer; None is min_weights_of its dtype.
+            Layers of other quantisers and weights tied to an embedding are never packed. In a model
+            with quantised layers even small ones are packed: quantised layers round their inputs to
+            8 bits, so one bit of difference could become another token.
     """
     _merge_quantized(model)
     if holds_quantized(model):
@@ -275,7 +278,7 @@ def pack_linears(model: nn.Module, min_weights: int | None = None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The dense layers of a module that read one input: a single layer, or those of a group in MERGED."""
+    """A place in a module where dense layers read one input: a single layer, or a group in MERGED."""
 
     module: nn.Module
     names: Sequence[str]
@@ -285,7 +288,7 @@ class Site:
         return [getattr(self.module, name) for name in self.names]
 
     def is_worth(self, min_weights: int | None) -> bool:
-        """Return whether the layer has at least this many weights; None is min_weights_of its dtype."""
+        """Return whether the layers have at least this many weights; None is min_weights_of their dtype."""
         smallest = min_weights_of(self.kind[1]) if min_weights is None else min_weights
         return sum(part.weight.numel() for part in self.parts) >= smallest
 
@@ -339,17 +342,17 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 
 
 def min_weights_of(dtype: torch.dtype) -> float:
-    """Return how many weights a layer of this dtype has at least to be packed."""
+    """Return the minimum number of weights from which packing a layer of this dtype pays."""
     return 1 if is_tiled(dtype) else MIN_ONEDNN_WEIGHTS.get(dtype, math.inf)
 
 
 def warm_up_kernels(model: nn.Module, max_rows: int) -> None:
-    """Run a layer of every shape that oneDNN multiplies once for each number of rows, up to WARM_ROWS.
+    """Run one layer of every shape that oneDNN multiplies for each number of rows up to WARM_ROWS,
+    so that kernels are compiled.
 
-    It compiles a kernel for each. In a model of 230M parameters the first pass of a number of rows
-    takes 6 ms longer in fp32, and 9 in bf16. A kernel takes half a megabyte. Layers of more than
-    MAX_WARM_WEIGHTS are left out: their first pass takes long anyway. After MAX_WARM_S the rest is
-    left to the first passes.
+    In a model of 230M parameters the first pass of a number of rows takes 6 ms longer in fp32, and
+    9 in bf16. A kernel takes half a megabyte. Layers of more than MAX_WARM_WEIGHTS are left out:
+    their first pass takes long anyway. After MAX_WARM_S the rest is left to the first passes.
     """
     max_rows = max(min(max_rows, WARM_ROWS), MIN_ONEDNN_ROWS)
     packed = (module for module in model.modules() if isinstance(module, PackedLinear))

@@ -1,14 +1,14 @@
-"""How a packed linear layer multiplies: by our own kernel, or by oneDNN where that one is not built or slower.
+"""The matrix product of a packed linear layer: our own kernel, or oneDNN where ours is not built or slower.
 
     product = packed_product(weight, bias)      # of a frozen weight on a CPU
     outputs = product(rows)                     # [*rows, I] -> [*rows, O]
     product.dense()                             # the weight as it was given
 
 TiledProduct sums each output in the order of the inputs (kernels/dense_matmul.cpp): a row has the
-same bits whatever the other rows, the number of threads, AVX2 or AVX-512. OneDnnProduct has the same
-bits in any company too, but for bf16 on a processor with AMX. It is used on processors without
-fused products and sums, and in bf16 on those with AVX512-BF16 and without AMX, where oneDNN
-multiplies bf16 numbers themselves.
+same bits whatever the other rows, the number of threads, AVX2 or AVX-512. A row of OneDnnProduct
+does not depend on the other rows either, except for bf16 on a processor with AMX. It is used on
+processors without fused multiply-add, and in bf16 on those with AVX512-BF16 and without AMX, where
+oneDNN multiplies bf16 numbers directly.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class TiledProduct:
         return outputs.view(*inputs.shape[:-1], -1)
 
     def dense(self) -> Float[Tensor, "O I"]:
-        """Return the weight as it was given."""
+        """Return the weight in its original layout."""
         return self._weight.dense()
 
 
 class OneDnnProduct:
-    """A product by oneDNN. One to three rows are padded: kernels for so few sum in another order."""
+    """A product by oneDNN. One to three rows are padded, because its kernels for so few rows sum in another order."""
 
     needs_warm_up = True  # oneDNN compiles a kernel for each number of rows
 
@@ -68,14 +68,14 @@ class OneDnnProduct:
         return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
 
     def dense(self) -> Float[Tensor, "O I"]:
-        """Return the weight as it was given."""
+        """Return the weight in its original layout."""
         return self._weight.to_dense()
 
 
 def packed_product(
     weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None
 ) -> TiledProduct | OneDnnProduct:
-    """Return the product with a weight on a CPU, in one of PACKED_DTYPES."""
+    """Return the product with a weight on a CPU; the weight's dtype must be one of PACKED_DTYPES."""
     kind = TiledProduct if is_tiled(weight.dtype) else OneDnnProduct
     return kind(weight.detach(), None if bias is None else bias.detach())
 
@@ -89,8 +89,10 @@ def is_tiled(dtype: torch.dtype) -> bool:
 
 
 def can_pack(device: str, dtype: torch.dtype) -> bool:
-    """Return whether layers are packed. For oneDNN this is found out by trying: its operators have no public name,
-    and bf16 wants a CPU that has it.
+    """Return whether layers of this dtype can be packed on this CPU.
+
+    For oneDNN this is tried out, because its operators have no public name, and bf16 needs a CPU
+    with bf16 instructions.
     """
     if device != "cpu" or dtype not in PACKED_DTYPES:
         return False

@@ -4,10 +4,10 @@
     pooler.add(state, start=0, hidden=chunk)         # for each chunk of the prompt, in order
     pooler.finish(state, last=chunk[-1])             # state.vector is there
 
-A mean is a sum in one order, whatever the chunks: rows are added in blocks of POSITIONS_PER_BLOCK positions that
-begin at multiples of POSITIONS_PER_BLOCK, one row after the other, and then the blocks are. So the bits of an
-embedding depend on neither the batch nor the chunks. What follows is computed for one vector at a
-time, in fp32, for the same reason.
+A mean sums in one order, however the prompt is cut into chunks: rows are added one after the other
+within blocks of POSITIONS_PER_BLOCK positions, which begin at multiples of it, and then the blocks
+are added. So the bits of an embedding depend on neither the batch nor the chunks. For that reason
+the projections are computed for one vector at a time, in fp32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """Computes embeddings as the files of a target say.
+    """Computes embeddings as the target's sentence-transformers files say.
 
     Attributes:
         dense: projections of the pooled vector, on the host.
@@ -55,7 +55,7 @@ class Pooler:
 
     @classmethod
     def of(cls, files: EmbedderFiles) -> Pooler:
-        """Read the weights of the projections. Raises EngineError."""
+        """Build a pooler, with the weights of its projections. Raises EngineError."""
         return cls(files, tuple(load_dense(part) for part in files.dense))
 
     @property
@@ -63,7 +63,7 @@ class Pooler:
         return self.files.pooling == "mean"
 
     def add(self, state: PoolingState, start: int, hidden: Float[Tensor, "n H"]) -> None:
-        """Add the hidden states of the next chunk.
+        """Add the hidden states of a prompt's next chunk to its state.
 
         Args:
             start: position of the chunk's first token.
@@ -91,11 +91,11 @@ class Pooler:
     def finish(
         self, state: PoolingState, num_tokens: int, last: Float[Tensor, " H"]
     ) -> Float[Tensor, " D"]:
-        """Return the embedding of a prompt whose chunks were all added; on the host.
+        """Return the embedding of a prompt whose chunks were all added, on the host.
 
         Args:
             num_tokens: tokens of the prompt.
-            last: state of its last token.
+            last: hidden state of its last token.
         """
         pooled = self._mean(state, num_tokens) if self.is_mean else last.float()
         vector = pooled.cpu()
@@ -117,7 +117,7 @@ class Pooler:
 
 
 def load_dense(part: DenseFiles) -> Dense:
-    """Return a projection with its weights, in fp32. Raises EngineError naming the file."""
+    """Read one projection with its weights, in fp32. Raises EngineError naming the file."""
     file = next(
         (part.directory / name for name in DENSE_WEIGHTS if (part.directory / name).is_file()), None
     )

@@ -87,29 +87,29 @@ ReaderOf = Callable[[str], LayerReader | None]  # by a layer's name; None if it 
 
 
 def reads(quantization: dict[str, Any]) -> bool:
-    """Return whether checkpoints of this quant_method are read here. Others are transformers'.
+    """Return whether this engine reads checkpoints of this quant_method itself. Others are loaded by transformers.
 
     Args:
-        quantization: the content of quantization_config.
+        quantization: content of quantization_config in config.json.
     """
     method = quantization.get("quant_method")
     return isinstance(method, str) and method in QUANT_METHODS
 
 
 def check_settings(quantization: dict[str, Any]) -> None:
-    """Raise EngineError naming a key of settings that are not read. `reads` is true.
+    """Raise EngineError naming a setting that is not supported. The format itself must be one that `reads` accepts.
 
     Args:
-        quantization: as of `reads`.
+        quantization: content of quantization_config in config.json.
     """
     QUANT_METHODS[quantization["quant_method"]](quantization)
 
 
 def is_fp8(quantization: dict[str, Any]) -> bool:
-    """Return whether all weights that are quantised are 8-bit floats.
+    """Return whether all quantised weights are 8-bit floats.
 
     Args:
-        quantization: as of `reads`, and `check_settings` lets it pass.
+        quantization: content of quantization_config, already checked by `check_settings`.
     """
     groups = (quantization.get("config_groups") or {}).values()
     kinds = {(group.get("weights") or {}).get("type") for group in groups}
@@ -117,11 +117,13 @@ def is_fp8(quantization: dict[str, Any]) -> bool:
 
 
 def has_scattered_groups(quantization: dict[str, Any]) -> bool:
-    """Return whether inputs that share a scale are apart: GPTQ's desc_act and compressed-tensors'
-    actorder group them by their activations.
+    """Return whether inputs that share a scale are not adjacent, as with GPTQ's desc_act and
+    compressed-tensors' actorder.
+
+    These group inputs by their activations.
 
     Args:
-        quantization: as of `reads`.
+        quantization: content of quantization_config in config.json.
     """
     if quantization.get("quant_method") == "gptq":
         kinds = [quantization, *(quantization | own for own in _dynamic(quantization).values())]
@@ -142,7 +144,7 @@ def _has_groups_in_order(gptq: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """A directory of safetensors files with quantised layers. Use `open` to build it."""
+    """A directory of safetensors files with quantised layers. Built by `open`."""
 
     files: SafetensorFiles
     reader_of: ReaderOf
@@ -165,9 +167,9 @@ class QuantizedCheckpoint:
         return sorted({layer for layer, _, suffix in layers if suffix in LAYER_MARKERS})
 
     def projection(self, name: str) -> Weight:
-        """Return the weight of a linear layer such as model.layers.0.mlp.up_proj; a dense one has its own dtype.
+        """Return the weight of a linear layer such as model.layers.0.mlp.up_proj; a dense weight keeps its own dtype.
 
-        Raises EngineError naming the tensor that is missing, of a wrong shape, or broken.
+        Raises EngineError naming a tensor that is missing, of a wrong shape, or broken.
         """
         layer = LayerTensors(name, self.files)
         reader = self.reader_of(name)
@@ -190,7 +192,7 @@ class QuantizedCheckpoint:
         return set(self.files.file_of)
 
     def has_own_head(self) -> bool:
-        """Return whether the files have an lm_head that is not equal to their embedding."""
+        """Return whether the files have an lm_head that differs from the embedding."""
         return "lm_head" in self.names() or self.files.has_own_head()
 
 
@@ -489,13 +491,13 @@ QUANT_METHODS: dict[str, Callable[[dict[str, Any]], ReaderOf]] = {
 
 
 class GGUFCheckpoint:
-    """The tensors of a GGUF file by transformers' names, with rows in transformers' order.
+    """The tensors of a GGUF file, by transformers' names and with rows in transformers' order.
 
     A tied lm_head has the embedding's tensor. Raises GGUFError if the file's tensors are not those
     of the config.
 
     Args:
-        config: the content of config.json; `target_config` makes it of the file's own metadata.
+        config: content of config.json; `target_config` makes it from the file's own metadata.
     """
 
     def __init__(self, file: GGUFFile, config: dict[str, Any]):
@@ -509,7 +511,7 @@ class GGUFCheckpoint:
             )
 
     def names(self) -> list[str]:
-        """Return the layers with a quantised weight, the embedding among them."""
+        """Return the layers with a quantised weight, including the embedding."""
         quantized = [
             name
             for name, sources in self.sources.items()
@@ -518,7 +520,8 @@ class GGUFCheckpoint:
         return sorted(name.removesuffix(".weight") for name in quantized)
 
     def projection(self, name: str) -> QuantizedWeight | Tensor:
-        """Return the weight of a layer such as model.layers.0.mlp.up_proj, or model.embed_tokens; a dense one in fp32.
+        """Return the weight of a layer such as model.layers.0.mlp.up_proj, or model.embed_tokens; a
+        dense weight in fp32.
 
         Raises GGUFError naming a tensor of a type that is not read, or with broken blocks.
         """
@@ -543,7 +546,7 @@ class GGUFCheckpoint:
         return set(self.sources)
 
     def has_own_head(self) -> bool:
-        """Return whether the file has an lm_head that is not equal to its embedding."""
+        """Return whether the file has an lm_head that differs from the embedding."""
         if GGUF_LM_HEAD not in self.file.tensors:
             return False
         head, embedding = (

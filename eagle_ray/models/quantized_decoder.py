@@ -3,7 +3,7 @@
     layers = QuantizedLayers([QuantizedLayer(...), ...], norm, eps)
     normed, features = layers(hidden, rotary, layout, feature_layers=[2, 15])
 
-The same functions of the same library compute the same bits as layer by layer
+The bits are those of running layer by layer, since both use the same C++ functions
 (kernels/quantized_layers.cpp).
 """
 
@@ -29,7 +29,7 @@ LAYER_PROJECTIONS = ("qkv", "output", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """The parts of one decoder layer. Norms are weights of RMSNorms, each with its epsilon."""
+    """The weights of one decoder layer. Each norm is an RMSNorm's weight and epsilon."""
 
     qkv: QuantizedLinear
     output: QuantizedLinear
@@ -43,7 +43,7 @@ class QuantizedLayer:
 
     @property
     def is_runnable(self) -> bool:
-        """Return whether the call computes this layer: in fp32, with inputs in their own order."""
+        """Return whether the C++ call supports this layer: in fp32, with inputs in their original order."""
         projections: list[QuantizedLinear] = [getattr(self, name) for name in LAYER_PROJECTIONS]
         return all(
             projection.dtype is torch.float32 and projection.order is None
@@ -52,10 +52,10 @@ class QuantizedLayer:
 
 
 class QuantizedLayers:
-    """The layers of a model, each with `is_runnable`, and of one shape but for their windows.
+    """The layers of a model, run in one call. All must be runnable and of one shape, except for their windows.
 
     Args:
-        norm: weight of the RMSNorm behind the last layer, with its epsilon.
+        norm: weight and epsilon of the RMSNorm behind the last layer.
     """
 
     def __init__(self, layers: Sequence[QuantizedLayer], norm: Float[Tensor, " H"], eps: float):

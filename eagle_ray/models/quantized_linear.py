@@ -5,13 +5,13 @@
     outputs = layer(inputs)                                     # [*rows, I] -> [*rows, O]
 
 A weight is scale * code + offset, with one scale and one offset for each group of inputs of an
-output. Q4_0, Q4_1, Q8_0, Q4_K and Q6_K blocks, AWQ, GPTQ and compressed-tensors groups are all
-exactly that.
+output. This form represents Q4_0, Q4_1, Q8_0, Q4_K and Q6_K blocks and the groups of AWQ, GPTQ and
+compressed-tensors exactly.
 
 On a CPU, inputs are rounded to 8 bits in blocks of BLOCK of a row, as llama.cpp does, so that
 products are integers. Sums of integers have no rounding, and blocks are added in the order of the
-inputs. Hence a row's result is the same bits in any batch, on any number of threads and with AVX2
-as with AVX-512.
+inputs. Hence a row's result has equal bits in any batch, on any number of threads, with AVX2 and
+with AVX-512.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class QuantizedWeight:
     """The weight of a linear layer: scale * codes + offset.
 
     Attributes:
-        codes: unsigned, below 2 ** bits.
+        codes: unsigned integers below 2 ** bits.
         scale, offset: scale and offset of each group of I / G inputs of an output.
         bits: 4 or 8.
         order: the input that each code belongs to, so that the layer reads inputs[..., order]; None
@@ -73,7 +73,7 @@ class QuantizedWeight:
         return weight.index_select(1, place_of_input)
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
-        """Return the weight on a device."""
+        """Return a copy of the weight on a device."""
         codes = self.codes.to(device)
         scale = self.scale.to(device)
         offset = self.offset.to(device)
@@ -81,7 +81,7 @@ class QuantizedWeight:
         return QuantizedWeight(codes, scale, offset, self.bits, order)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedWeight:
-        """Return some of the outputs, in the given order."""
+        """Return the weight of some of the outputs, in the given order."""
         codes = self.codes.index_select(0, index)
         scale = self.scale.index_select(0, index)
         offset = self.offset.index_select(0, index)
@@ -111,7 +111,7 @@ class Fp8Weight:
         return self.values.shape
 
     def to(self, device: torch.device | str) -> Fp8Weight:
-        """Return the weight on a device."""
+        """Return a copy of the weight on a device."""
         return Fp8Weight(self.values.to(device), self.scale.to(device))
 
     def dequantize(self) -> Float[Tensor, "O I"]:
@@ -126,7 +126,8 @@ class QuantizedLinear(nn.Module):
     neither parameters nor buffers, so that nothing converts or moves them.
 
     Args:
-        weight: whose inputs are whole blocks, and whose groups are whole blocks or halves of one.
+        weight: weight to pack. Its inputs must be whole blocks, and its groups whole blocks or half
+            blocks.
         dtype: dtype of inputs and outputs.
     """
 
@@ -145,12 +146,12 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a placeholder with the dtype of inputs, which some models read."""
+        """Return an empty placeholder with the dtype of inputs, which some models read."""
         return torch.empty(0, dtype=self.dtype)
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes that a pass reads."""
+        """Return the bytes of the packed weight, all of which a pass reads."""
         return self.packed.codes.nbytes + self.packed.scales.nbytes
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
@@ -171,13 +172,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def finds_highest(self) -> bool:
-        """Return whether `argmax` works."""
+        """Return whether this layer supports `argmax`."""
         if self.dtype is not torch.float32 or self.order is not None:
             return False
         return cpu_ops.has_function("quantized_argmax_float32")
 
     def argmax(self, inputs: Float[Tensor, "R I"]) -> Int[Tensor, " R"]:
-        """Return the index of each row's highest output, ties to the lower index, as of `forward`'s outputs."""
+        """Return the index of each row's highest output, ties to the lower index, without writing the outputs."""
         return cpu_ops.quantized_argmax(inputs.contiguous(), self.packed, self.bias)
 
     def rows(self, index: Int[Tensor, " D"]) -> QuantizedLinear:
@@ -187,12 +188,12 @@ class QuantizedLinear(nn.Module):
         return QuantizedLinear(weight, bias, self.dtype)
 
     def quantized_weight(self) -> QuantizedWeight:
-        """Return the weight as it was given."""
+        """Return the weight in its original layout."""
         return unpack_weight(self.packed, self.order)
 
     @classmethod
     def merged(cls, parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
-        """Return one layer with the outputs of several, one after the other. See `can_merge`."""
+        """Return one layer with the concatenated outputs of several. They must satisfy `can_merge`."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         first = parts[0]
@@ -214,7 +215,7 @@ class QuantizedLinear(nn.Module):
 
     @staticmethod
     def can_merge(parts: Sequence[nn.Module]) -> bool:
-        """Return whether these are quantised layers alike that fill whole tiles, but for the last one."""
+        """Return whether these layers are quantised in one way and all but the last fill whole tiles."""
         layers = [part for part in parts if isinstance(part, QuantizedLinear)]
         if len(layers) < len(parts):
             return False
@@ -243,7 +244,7 @@ def quantize(weight: Float[Tensor, "O I"]) -> QuantizedWeight:
 
 
 def quantize_linears(model: nn.Module) -> None:
-    """Round the linear layers of a model to 8 bits in place: of a head, say, whose drafts need not be exact."""
+    """Round the linear layers of a model to 8 bits in place, for example of a head, whose drafts need not be exact."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and module.in_features % BLOCK == 0:
             layer = QuantizedLinear(quantize(module.weight), module.bias, module.weight.dtype)
@@ -251,7 +252,7 @@ def quantize_linears(model: nn.Module) -> None:
 
 
 def holds_quantized(model: nn.Module) -> bool:
-    """Return whether some of the model's layers are quantised ones of this engine on a CPU."""
+    """Return whether the model has layers that this engine runs quantised on a CPU."""
     return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
@@ -261,7 +262,8 @@ def _kind(weight: PackedWeight) -> tuple[torch.Size, torch.Size, torch.dtype]:
 
 
 def fits_kernel(weight: QuantizedWeight) -> bool:
-    """Return whether the CPU's kernel takes the weight's inputs and groups: whole blocks, or groups of half a block."""
+    """Return whether the CPU kernel supports the weight's sizes: inputs in whole blocks, groups in
+    whole or half blocks."""
     if weight.shape[1] % BLOCK:
         return False
     is_half = weight.group_size == BLOCK // 2
@@ -298,7 +300,7 @@ def pack_weight(weight: QuantizedWeight) -> PackedWeight:
 
 
 def unpack_weight(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) -> QuantizedWeight:
-    """Return the weight that `pack_weight` packed."""
+    """Undo `pack_weight`: return the original weight."""
     codes = packed.codes.unflatten(3, (TILE, 4))
     if packed.bits == 4:
         low = codes & 15
@@ -315,7 +317,7 @@ def unpack_weight(packed: PackedWeight, order: Int[Tensor, " I"] | None = None) 
 def portable_matmul(
     rows: Float[Tensor, "R I"], weight: PackedWeight, bias: Float[Tensor, " O"] | None
 ) -> Float[Tensor, "R O"]:
-    """Return what `cpu_ops.quantized_matmul` does, within fp32 rounding, by PyTorch's operations."""
+    """Compute `cpu_ops.quantized_matmul` by PyTorch's operations, equal within fp32 rounding."""
     blocks = rows.float().unflatten(1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, 127 / largest, 0)

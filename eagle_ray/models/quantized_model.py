@@ -1,11 +1,11 @@
-"""Build a causal LM whose projections stay as its checkpoint quantises them.
+"""Build a causal LM whose projections stay quantised as in its checkpoint.
 
     checkpoint = quantized_checkpoint(path, config)         # None for plain weights, and for other libraries' formats
     model = build_model(config, checkpoint, torch.bfloat16, "cpu")
 
-The module tree is transformers', so that every part of this engine finds what it knows. Each
-quantised nn.Linear in it is replaced by a layer that computes with the stored codes. Weights are
-read one at a time: the host never holds a dense copy.
+The module tree stays transformers', which the rest of this engine expects. Each quantised nn.Linear
+in it is replaced by a layer that computes with the stored codes. Weights are read one at a time:
+the host never holds a dense copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EMBED_SCALE = "embed_scale"  # buffer of Gemma's embeddings, which multiply thei
 
 @runtime_checkable
 class Checkpoint(Protocol):
-    """Protocol of a checkpoint that a model can be built from. Names are those of transformers."""
+    """Protocol of a checkpoint that a model can be built from. Tensors have the names that transformers gives them."""
 
     def tensor_names(self) -> set[str]: ...
 
@@ -62,7 +62,7 @@ class Checkpoint(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def has_own_head(self) -> bool:
-        """Return whether the lm_head is stored and is not equal to the embedding."""
+        """Return whether a stored lm_head differs from the embedding."""
         ...
 
 
@@ -90,7 +90,7 @@ def quantization_of(config: PretrainedConfig) -> dict[str, object] | None:
 
 
 def has_mxfp4(config: PretrainedConfig) -> bool:
-    """Return whether the checkpoint's experts are in MXFP4, as gpt-oss is published: PlainCheckpoint restores them."""
+    """Return whether the checkpoint's experts are in MXFP4, as in gpt-oss; PlainCheckpoint restores them."""
     quantization = quantization_of(config) or {}
     return (
         quantization.get("quant_method") == "mxfp4"
@@ -110,10 +110,10 @@ def build_model(
     """Return a frozen model on the device. Raises EngineError naming a tensor that is missing or of a wrong shape.
 
     Args:
-        dtype: dtype of everything that is not quantised, and of activations.
-        dequantize: whether all layers become dense ones.
-        runs_on: the device for which layers are made, if they move there later; None is `device`.
-        model: without memory for its parameters; None makes it of the config.
+        dtype: dtype of activations and of all tensors that are not quantised.
+        dequantize: whether to dequantise all layers.
+        runs_on: device that layers are made for, if they move there later; None is `device`.
+        model: model on the meta device; None builds it from the config.
     """
     model = empty_model(config, dtype) if model is None else model
     if model.config.tie_word_embeddings and checkpoint.has_own_head():
@@ -143,12 +143,12 @@ def build_model(
 
 
 def keeps_experts(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether experts in FP8 stay as they are stored on a device."""
+    """Return whether a device can run experts in FP8 as they are stored."""
     return dtype is torch.bfloat16 and device.type == "cuda" and use_triton(device)
 
 
 def empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model without memory for its parameters."""
+    """Return the model on the meta device, without memory for its parameters."""
     plain = deepcopy(config)
     if hasattr(plain, "quantization_config"):
         del plain.quantization_config
@@ -213,7 +213,7 @@ def read_finite(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise EngineError naming a tensor if it has another shape than the config wants."""
+    """Raise EngineError naming a tensor if its shape is not the one that the config implies."""
     if tuple(shape) != tuple(wanted):
         raise EngineError(
             f"the target's {name} is {tuple(shape)}, and its config wants {tuple(wanted)}"

@@ -1,10 +1,10 @@
-"""Plain checkpoints whose layers are rounded to FP8 as they are read, one tensor at a time.
+"""RoundedCheckpoint: round the layers of a plain checkpoint to FP8 while they are read.
 
     checkpoint = RoundedCheckpoint(PlainCheckpoint.open(path), "cuda")
     model = build_model(config, checkpoint, torch.bfloat16, "cuda")
 
-A weight in 16 bits goes to the device, is rounded there and is freed before the next one is read.
-Hence no more than one of them is on the host, whatever the size of the model.
+Each 16-bit weight is copied to the device, rounded there and freed before the next one is read. So
+the host holds one weight at a time, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ ROUNDS_PLAIN = (
 
 
 def why_not_rounded(path: Path, config: PretrainedConfig) -> str | None:
-    """Return for which targets FP8 is and what this one is instead, with advice; None if it can be rounded.
-
-    Weights are not read.
-    """
+    """Return why this target cannot be rounded to FP8, with advice; None if it can. Weights are not read."""
     own = FAMILIES[config.model_type]
     is_quantised = gguf_in(path) is not None or quantization_of(config) is not None
     if is_quantised or not own.rounds_to_fp8:
@@ -56,8 +53,8 @@ class RoundedCheckpoint:
     """A checkpoint whose projections are rounded to FP8.
 
     Attributes:
-        plain: holds dense weights.
-        device: where weights are rounded.
+        plain: checkpoint with the dense weights.
+        device: device on which weights are rounded.
     """
 
     plain: Checkpoint

@@ -53,20 +53,21 @@ def tune_malloc() -> bool:
 
 
 def release_memory() -> None:
-    """Free dropped objects that refer to each other, and return free memory to the system where there is glibc."""
+    """Collect dropped objects that refer to each other, and return free memory to the system (with glibc)."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def use_huge_pages() -> int:
-    """Move the large private memory of this process into huge pages now, and return how many bytes were asked for.
+    """Move the large private memory of this process into huge pages now, and return for how many
+    bytes that was requested.
 
     A pass reads every weight once, and with pages of 4 KiB much of that time goes into finding
     them: with 230M packed parameters in fp32, linear layers of one row took 21 to 28 ms instead of
     29 to 36 (two cores of an AMD EPYC, 2026-11-25, four pairs of runs by turns). Call it once the
-    weights are where they stay; it takes about 2 s a GB. Returns 0 where the system has no huge
-    pages to give.
+    weights are in their final memory; it takes about 2 s per GB. Returns 0 if the system has no
+    huge pages.
     """
     if not HUGE_PAGES.is_file() or "[never]" in HUGE_PAGES.read_text():
         return 0
@@ -103,11 +104,11 @@ Result = TypeVar("Result")
 
 
 def tune_num_threads(run: Callable[[], object], min_speedup: float = MIN_SPEEDUP) -> int:
-    """Set torch's number of threads, at most the present one, and return it.
+    """Halve torch's number of threads as long as twice as many gain little. Return the number that is set.
 
     Args:
-        run: takes the time of a pass, such as one over as many tokens as there are slots.
-        min_speedup: times faster that twice the threads must be.
+        run: runs a typical pass, such as one over as many tokens as there are slots.
+        min_speedup: factor by which twice the threads must be faster.
     """
     threads = torch.get_num_threads()
     while threads > 1:
@@ -120,7 +121,8 @@ def tune_num_threads(run: Callable[[], object], min_speedup: float = MIN_SPEEDUP
 
 
 def run_in_temporary_thread(work: Callable[[], Result]) -> Result:
-    """Return or raise what `work` does, in a thread that ends with it. For work before the engine's own thread starts.
+    """Run `work` in a thread of its own and return its result or raise its error. For work before
+    the engine's thread starts.
 
     OpenMP keeps helper threads for every thread that ever computed in parallel. If they outnumber
     the cores, GNU's library puts the computing thread's helpers to sleep after each operation, and

@@ -1,11 +1,11 @@
-"""Load one rank's part of a target: what it computes with, and no more, is read.
+"""Load one rank's part of a target, reading only the weights that this rank computes with.
 
     model = load_shard(path, config, torch.float32, "cpu", ranks)       # a causal LM that computes with the other ranks
 
 Plain weights are read slice by slice from safetensors files, and rounded to FP8 on the device if
-that is asked for. A quantised layer is read whole, one at a time, and cut. Nothing of a rank's size
-in all is ever on the host twice. Of a mixture of experts, files have tensors for each expert, or
-one of all of a layer; a model has the latter.
+requested. Quantised layers are read whole, one at a time, and cut. The host never holds two copies
+of a rank's weights. Files may store a mixture of experts as one tensor per expert or as one stacked
+tensor per layer; the model has stacked ones.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def why_unread(path: Path, config: PretrainedConfig, rounds: bool) -> str | None
 
 
 def inputs_together(path: Path, config: PretrainedConfig, rounds: bool) -> int | None:
-    """Return how many inputs of a layer ranks cannot take apart, for check_shards; None for plain weights.
+    """Return how many consecutive inputs of a quantised layer must stay on one rank, for
+    check_shards; None for plain weights.
 
     Arguments are those of load_shard.
     """
@@ -108,16 +109,17 @@ def load_shard(
     dequantize: bool = False,
     rounds: bool = False,
 ) -> PreTrainedModel:
-    """Return this rank's part of the causal LM in a directory, which num_ranks has let pass, frozen on the device.
+    """Return this rank's part of the causal LM in a directory, frozen, on the device. num_ranks
+    must have accepted the model.
 
     Args:
         config: config of the whole target.
-        dequantize: whether all layers become dense ones.
+        dequantize: whether to dequantise all layers.
         rounds: whether plain weights of layers are rounded to FP8.
 
     Raises:
-        EngineError: the files cannot be read, or lack a tensor, or have one of another shape than
-            the config's, or are to be rounded and are quantised already.
+        EngineError: the files cannot be read, lack a tensor, or have one in another shape than the
+            config's; or rounding was requested for weights that are already quantised.
     """
     shard = Shard.of(config, ranks.rank, ranks.size)
     quantized = quantized_checkpoint(path, config)
@@ -150,13 +152,13 @@ def load_shard(
 
 @dataclass(frozen=True, slots=True)
 class PlainCheckpoint:
-    """A directory of safetensors files with dense weights. Use `open` to build it.
+    """A directory of safetensors files with dense weights. Built by `open`.
 
     Attributes:
-        stored: the tensors' names in the files, by those that transformers would give them.
-        num_experts: number of experts of each stack that is in the files as tensors of its experts,
-            by its name.
-        packed: names of the stacks that are in the files in MXFP4.
+        stored: name in the files of each tensor, by the name that transformers gives it.
+        num_experts: number of experts of each stack that the files store as one tensor per expert,
+            by the stack's name.
+        packed: names of the stacks stored in MXFP4.
     """
 
     files: SafetensorFiles
@@ -196,7 +198,7 @@ class PlainCheckpoint:
         """Read one rank's part of a tensor.
 
         Args:
-            name: the parameter's, which decides what part that is.
+            name: name of the parameter, which decides how it is cut.
             shape: shape of the whole parameter.
         """
         block, _, kind = name.rpartition(".")
@@ -242,9 +244,8 @@ class ShardedCheckpoint:
 
     Attributes:
         shapes: shapes of the whole target's parameters.
-        is_tied: whether the embedding and the lm_head stand for each other if one of them is not
-            stored.
-        check: is called before each tensor, and raises if there is no use in reading it.
+        is_tied: whether embedding and lm_head are one tensor if only one of them is stored.
+        check: callback before each tensor is read; it raises to cancel the loading.
     """
 
     whole: Checkpoint
@@ -257,7 +258,7 @@ class ShardedCheckpoint:
         return self.whole.names()
 
     def tensor_names(self) -> set[str]:
-        """Return the names of the tensors, of an embedding and an lm_head that are tied both."""
+        """Return the names of the tensors; of a tied embedding and lm_head both names."""
         stored = self.whole.tensor_names()
         return stored | TIED if self.is_tied and stored & TIED else stored
 
@@ -303,10 +304,10 @@ def _usual_name(stored: str) -> str:
 
 
 def share_of(stored: str, shard: Shard) -> float:
-    """Return which share of a tensor's numbers a rank has.
+    """Return the fraction of a tensor's numbers that one rank has.
 
     Args:
-        stored: its name in a file, of a quantised layer or not.
+        stored: name of the tensor in a file, of a quantised layer or not.
     """
     layer, _, kind = _usual_name(stored).rpartition(".")
     if kind == SUMMED_BIAS:
@@ -326,7 +327,7 @@ def read_slice(stored: Any, part: Part | None) -> Tensor:
     """Return a part of a tensor in a file, or all of it.
 
     Args:
-        stored: safetensors' slice of it.
+        stored: safetensors' lazy slice of the tensor.
     """
     if part is None:
         return stored[:]

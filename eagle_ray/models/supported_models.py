@@ -4,9 +4,9 @@
     max_exact_position(config)        # 4096 where rotations change past position 4095 (longrope, dynamic), else None
     kv_spec = probe(model, logits_of, positions=4096)     # KVSpec(num_layers=32, num_kv_heads=8, key_dim=128, ...)
 
-A family stands in FAMILIES (families.py) because tests/models/test_supported_models.py holds its packed trees
-equal to transformers' own forward on every path; any other is refused by name. `probe` runs two
-tokens through a model:
+A family is in FAMILIES (families.py) if tests/models/test_supported_models.py shows that its packed
+trees give what transformers' own forward gives on every path. Any other family is refused by name.
+`probe` runs two tokens through a model:
 
     what must hold                                           what would otherwise be wrong silently
     every layer attends, once, under its own number          linear attention, state kept from row to row
@@ -15,7 +15,8 @@ tokens through a model:
     attention gets no unknown arguments                      biases, sparse indices
     `logits_of` reproduces the model's logits                multipliers, soft-caps, projections
 
-Our passes never build the model's masks or run its own forward, so none of this would show there.
+Our passes never build the model's masks or run its own forward, so they would not notice a
+violation.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ LONGROPE_PAIRS = (
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuse, by name, a family whose rows this engine would not, or might not, compute exactly."""
+    """Raise EngineError for a family whose rows this engine would not compute exactly, or is not tested to."""
     if config.get_text_config(decoder=True) is not config:
         raise EngineError(
             f"unsupported model_type {config.model_type!r}: it reads more than text. Use a text model, or one "
@@ -71,10 +72,11 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def max_exact_position(config: PretrainedConfig) -> int | None:
-    """Return how many positions have rotations that do not depend on the rest of the pass; None for all.
+    """Return the number of positions within which rotary embeddings depend on the position alone;
+    None for all positions.
 
     A rotary embedding of DYNAMIC_ROPE chooses its frequencies by the largest position of a pass.
-    Past this many positions a row would depend on other rows, and cached keys would be outdated.
+    Past this limit a row would depend on other rows, and cached keys would be outdated.
     One with equal factors for both lengths, such as choose_factors writes, has no choice left.
     """
     own = getattr(config, "max_position_embeddings", None)
@@ -105,7 +107,7 @@ def _has_one_list(rope: dict[str, Any]) -> bool:
 
 
 def head_dims(config: PretrainedConfig) -> tuple[int, int]:
-    """Return the dimensions of a key and of a value of one head."""
+    """Return the sizes of a key and of a value of one attention head."""
     if getattr(config, "kv_lora_rank", None) is not None:  # multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -113,7 +115,7 @@ def head_dims(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def has_sinks(config: PretrainedConfig) -> bool:
-    """Return whether each head of a target of our own forward has a sink."""
+    """Return whether the attention heads of a target that our own forward runs have sinks."""
     family = FAMILIES.get(config.model_type)
     return family is not None and family.layer is not None and family.layer.has_sinks
 
@@ -126,7 +128,8 @@ def kv_elements_per_token(config: PretrainedConfig) -> int:
 
 
 def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function that the config asks of the lm_head's output: a factor, then a soft-cap, if it has them."""
+    """Return the function that the config applies to the lm_head's output: a factor, then a
+    soft-cap, each if it has one."""
     scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
     return (
         scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
@@ -134,7 +137,7 @@ def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]
 
 
 def logit_scale(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function that scales logits before a soft-cap."""
+    """Return the function that scales logits, before a soft-cap, as the config says."""
     multiplier, divisor = (getattr(config, key, None) for key in ("logit_scale", "logits_scaling"))
     if multiplier is not None:  # Cohere
         return partial(torch.mul, other=multiplier)
@@ -197,7 +200,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Replaces a layer's mask and records which keys the model itself lets a query see."""
+    """Replaces a layer's attention mask in a probe and tells which keys the model lets a query see."""
 
     sees: Callable[[Any, Any, Any, Any], Tensor]
 
@@ -209,8 +212,8 @@ class Mask:
     def window(self, positions: int) -> int | None:
         """Return how many keys a query sees, itself the last; None is all. Raises ValueError if it is neither.
 
-        Looked up at the first two queries past all positions, which a window of fewer keys than
-        those cuts alike.
+        It is read at the first two queries past all positions. A window of fewer keys hides the
+        same number there as anywhere.
         """
         widths = {self._width(query) for query in (positions, positions + 1)}
         if len(widths) > 1 and min(widths) < positions:
@@ -218,7 +221,7 @@ class Mask:
         return min(widths) if min(widths) < positions else None
 
     def is_chunked(self, chunk: int) -> bool:
-        """Return whether a query sees the positions of its chunk up to itself: looked up at the edges of chunks."""
+        """Return whether a query sees the positions of its chunk up to itself, which is read at the edges of chunks."""
         key, zero = torch.arange(3 * chunk), torch.tensor(0)
         edges = {0, chunk - 1, chunk, 2 * chunk - 1, 2 * chunk}
         return all(
@@ -243,9 +246,9 @@ class AttentionProbe:
     """Records each call of the attention function. It passes through the model as `rows`, like attention metadata.
 
     Attributes:
-        positions: the longest sequence; a mask that hides keys only from later positions hides
-            nothing.
-        chunks: positions of a chunk of each layer whose attention our own forward chunks.
+        positions: length of the longest sequence; keys hidden only from later positions do not
+            count as hidden.
+        chunks: positions per chunk of each layer whose attention our own forward chunks.
     """
 
     positions: int
@@ -290,7 +293,7 @@ class AttentionProbe:
 
 
 def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec:
-    """Run one pass of two tokens. Raises EngineError, with the model's name, if our rows would be computed differently.
+    """Run one pass of two tokens through a model. Raises EngineError if our own rows would be computed differently.
 
     Args:
         positions: length of the longest sequence.

@@ -48,7 +48,7 @@ class PromptBatch:
     Attributes:
         starts, lengths: position of each chunk's first token, and its number of tokens.
         tokens, positions: tokens and positions of every row.
-        last: row of each chunk's last token.
+        last: index of the row of each chunk's last token.
     """
 
     slots: list[int]
@@ -66,7 +66,8 @@ class PromptBatch:
         device: torch.device | str = "cpu",
         starts: list[int] | None = None,
     ) -> PromptBatch:
-        """Return a batch of the given tokens of each prompt; without starts, from position 0."""
+        """Build a batch of the given tokens of each prompt, from position `starts` on; without
+        starts, from position 0."""
         starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
         positions = [
             torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)
@@ -83,7 +84,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedTrees:
-    """Trees packed into rows, whose contexts are in their slots; see TargetModel.verify."""
+    """Draft trees packed into rows, as input of TargetModel.verify. Their contexts are in their slots."""
 
     tree: DraftTree
     rows: VerifyRows
@@ -96,8 +97,8 @@ class TargetOutput:
     """Output of one pass.
 
     Attributes:
-        logits: after each row of a tree, or after the last token of each chunk of a prompt.
-        hidden: states of each row before the lm_head.
+        logits: logits after each row of a tree, or after the last token of each prompt chunk.
+        hidden: hidden state of each row before the lm_head.
         features: features of each row, as a drafter reads them.
     """
 
@@ -108,11 +109,11 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class LikeliestOutput:
-    """Output of one pass whose logits were not written.
+    """Output of one pass that computed only the argmax of the logits.
 
     Attributes:
-        tokens: the argmax of the logits after each row.
-        features: as in TargetOutput.
+        tokens: argmax of the logits after each row.
+        features: features of each row, as a drafter reads them.
     """
 
     tokens: Int[Tensor, " R"]
@@ -121,7 +122,7 @@ class LikeliestOutput:
 
 @dataclass(frozen=True, slots=True)
 class OfferedLogits:
-    """The target's logits of some tokens.
+    """Computes the target's logits of some tokens only, those that a draft head may offer.
 
     Attributes:
         lm_head: the linear layer over these tokens.
@@ -133,7 +134,7 @@ class OfferedLogits:
 
     @property
     def linear(self) -> nn.Module | None:
-        """Return the layer that computes these logits, or None if the config has them processed."""
+        """Return the layer that computes these logits by itself, or None if the config processes its output."""
         return self.lm_head if keeps_logits(self.finish) else None
 
     def __call__(self, hidden: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows D"]:
@@ -141,15 +142,15 @@ class OfferedLogits:
 
 
 class TargetModel:
-    """The target model and its KVCache of num_slots slots.
+    """The target model and its KV cache of num_slots slots.
 
     Args:
-        capacity: positions of a slot, tree rows included.
-        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None
-            lets each be full.
+        capacity: maximum positions of a slot, tree rows included.
+        kv_tokens: positions that all slots together may use, rounded down to whole blocks; None is
+            enough for full slots.
         feature_layers: layers whose concatenated inputs are a row's feature; None is the last
             layer's normed output, which the lm_head reads.
-        kv_dtype: in which the cache stores keys and values; None is cache_dtype's.
+        kv_dtype: dtype of stored keys and values; None is the result of cache_dtype.
     """
 
     def __init__(
@@ -200,14 +201,15 @@ class TargetModel:
         return {} if self._decoder is None else self._decoder.routers()
 
     def prefill(self, prompts: PromptBatch) -> TargetOutput:
-        """Run the chunks and fill their slots."""
+        """Run prompt chunks, which fills their slots, and return the output after each chunk's last token."""
         hidden, features = self._run(
             prompts.tokens, prompts.positions, self._prompt_layout(prompts)
         )
         return TargetOutput(self.logits(hidden[prompts.last]), hidden, features)
 
     def encode(self, prompts: PromptBatch) -> Float[Tensor, "R H"]:
-        """Run the chunks, fill their slots and return the states of all rows. No logits are computed."""
+        """Run prompt chunks, which fills their slots, and return the hidden states of all rows. No
+        logits are computed."""
         hidden, _ = self._run(prompts.tokens, prompts.positions, self._prompt_layout(prompts))
         return hidden
 
@@ -224,13 +226,14 @@ class TargetModel:
 
     @property
     def finds_likeliest(self) -> bool:
-        """Return whether `verify_likeliest` works: the product with the lm_head can do without its outputs."""
+        """Return whether `verify_likeliest` is supported: the lm_head can compute the argmax
+        without writing its outputs."""
         return self._argmax is not None
 
     def verify_likeliest(
         self, tree: DraftTree, rows: VerifyRows, batch: DecodeSlots, max_depth: int
     ) -> LikeliestOutput:
-        """Run `verify` for rows of which only the likeliest tokens are needed."""
+        """Run `verify` for rows that need only the argmax of the logits."""
         assert self._argmax is not None, "see finds_likeliest"
         layout = rows_metadata(self.cache, batch, tree, rows, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
@@ -290,10 +293,7 @@ class TargetModel:
         return self._finished(self._lm_head(hidden))
 
     def logits_over(self, token_ids: Int[Tensor, " D"] | None) -> OfferedLogits:
-        """Return a function like `logits` for these tokens only. None means all tokens.
-
-        Raises EngineError.
-        """
+        """Return a function like `logits` for these tokens only. None means all tokens. Raises EngineError."""
         lm_head = self._lm_head if token_ids is None else slice_rows(self._lm_head, token_ids)
         return OfferedLogits(lm_head, self._finished)
 
@@ -343,7 +343,7 @@ def _argmax_of(lm_head: nn.Module | None) -> Callable[[Tensor], Tensor] | None:
 
 
 def cache_dtype(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of keys and values: that of activations, and bf16 with quantised weights on a CPU.
+    """Return the dtype of cached keys and values: that of activations, but bf16 with quantised weights on a CPU.
 
     There, reading an fp32 cache would soon take longer than reading the weights.
     """

@@ -1,10 +1,10 @@
-"""The text half of a model of more than text, as the config of a text model.
+"""Return the text model's config out of a multimodal model's config.
 
     text_half(Gemma3Config(...))          # its Gemma3TextConfig, with the whole's dtype, quantisation and ends
     text_half(Qwen2_5_VLConfig(...))      # a Qwen2Config: without images the three axes of its positions are equal
 
-families.py has the wrappers that are read so. SafetensorFiles (packed_layouts.py) reads the tensors
-of the text half alone, by the names of a text model.
+families.py lists these multimodal wrappers. SafetensorFiles (packed_layouts.py) reads only the
+tensors of the text model, by a text model's names.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MROPE_SETTINGS = (
 
 
 def text_half(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of a wrapper's text half, and any other config as it is.
+    """Return the text model's config of a multimodal wrapper; any other config is returned unchanged.
 
-    Raises EngineError if the text half is of another family than WRAPPERS names.
+    Raises EngineError if the text model is of another family than WRAPPERS names.
     """
     wrapper = WRAPPERS.get(config.model_type)
     if wrapper is None:

@@ -1,1 +1,1 @@
-"""The process that a person starts: it plans a job, runs it and brings it to its end."""
+"""The driver: the process that a person starts, which plans a job, runs it and completes its output."""

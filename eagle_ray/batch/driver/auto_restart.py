@@ -55,7 +55,7 @@ class OutputState:
     """The content of the output directory at one moment.
 
     Attributes:
-        driver: the id of the last driver that began an attempt, or None.
+        driver: id of the last driver that began an attempt, or None.
         files: the names of the part files.
     """
 
@@ -105,7 +105,8 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
 
 
 def deadline_flags(config: JobConfig) -> list[str]:
-    """Return the deadline as a moment, since a duration counts from the start of this command, not of a restart."""
+    """Return the flag --finish-by with the deadline as a point in time, so that a restart does not
+    extend a duration."""
     finish_by = config.execution.finish_by
     if finish_by is None:
         return []

@@ -1,4 +1,4 @@
-"""Claim: an output that this process holds for a plan, and which of the plan's rows are missing.
+"""Claim: the output directory of a plan while this process holds its lease, and which rows are missing in it.
 
 The output's lease is held while the context is open:
 
@@ -33,8 +33,8 @@ class Claim:
     """One attempt at the output of a plan, whose lease this process holds.
 
     Attributes:
-        at_end: called once the attempt's outcome is recorded, with the lease.
-        start: what was found when the attempt began.
+        at_end: callbacks that run, still under the lease, once the attempt's outcome is recorded.
+        start: result of the checks when the attempt began.
     """
 
     plan: JobPlan
@@ -44,7 +44,7 @@ class Claim:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the output was found complete for this input."""
+        """Return whether the start found the output complete for this input, so that nothing is left to do."""
         return self.start.index is None
 
     def missing(self) -> Completeness | None:
@@ -58,7 +58,10 @@ class Claim:
         return None if there.num_rows == there.num_done_rows else there
 
     def count(self) -> Completeness:
-        """Compare the files as they are now with the rows of the plan. An output that was deleted stays deleted."""
+        """Compare the rows in the output files, as they are now, with the rows that the input asks for.
+
+        Raises an error if the output was deleted; it is not created again.
+        """
         self.run.check_current()
         index = OutputIndex.read(self.run.data, self.run.index)
         index.save(self.run.index, self.run.data)
@@ -67,10 +70,10 @@ class Claim:
 
 @contextmanager
 def claim(plan: JobPlan) -> Iterator[Claim]:
-    """Check the plan, hold the output's lease, begin an attempt, and record how it ends.
+    """Check the plan, acquire the output's lease, begin an attempt, and record its outcome when the context ends.
 
-    Raises OutputLocked if another driver holds it, and as check_start does. Then nothing has
-    changed.
+    Raises OutputLocked if another driver holds the lease, and the errors of check_start. Nothing
+    has changed then.
     """
     lease = free_output(plan.output)
     with plan.input.detect_changes():
@@ -113,17 +116,18 @@ def _begun(plan: JobPlan, start: CheckedStart, lease: Lease) -> Iterator[Run]:
 
 
 def hold_output(output: StoragePath) -> AbstractContextManager[Lease]:
-    """Hold the lease of an output directory, as ``hold`` does. Its loss interrupts the main thread."""
+    """Hold the lease of an output directory while the context is open. If it is lost, the main
+    thread is interrupted."""
     return hold(output, interrupt, _accept_loss)
 
 
 def free_output(output: StoragePath) -> Lease:
-    """Return the lease of an output that no driver writes, as ``free_lease`` does. Raises OutputLocked."""
+    """Return the lease of an output that no driver writes, not acquired yet. Raises OutputLocked."""
     return free_lease(output, interrupt)
 
 
 def hold_free(lease: Lease) -> AbstractContextManager[Lease]:
-    """Hold the lease that free_output has returned, as hold_output does."""
+    """Acquire and hold the lease that free_output has returned, with the effect of hold_output."""
     return hold_lease(lease, _accept_loss)
 
 

@@ -105,10 +105,10 @@ def connect(address: str) -> None:
 
 
 def end_agents_with_raylet() -> None:
-    """Let the agents of our raylet end with it.
+    """Make the agents of our raylet end with it, by writing to its log that it was asked to end.
 
-    If its log does not say that it was asked to end, they tell the GCS first. If the driver was
-    killed, the GCS is gone, too, and they would try for a minute.
+    Without that line they report to the GCS first. After a driver was killed the GCS is gone, too,
+    and they would try for a minute.
     """
     logs = node_part(
         "get_logs_dir_path", without="Ray's agents outlive a killed driver for a minute"
@@ -120,10 +120,11 @@ def end_agents_with_raylet() -> None:
 
 
 class ModulePath(list[str]):
-    """The directories that Ray puts before a worker's own when it looks for modules.
+    """The list of directories that Ray puts first in a worker's module path, limited to those that the driver uses.
 
-    Ray adds the driver's script directory and its working directory. A driver does not look for
-    modules in its working directory, unless it was started with `-m` or `-c`; then no worker does.
+    Ray adds the driver's script directory and its working directory. A driver itself imports
+    modules from its working directory only if it was started with `-m` or `-c`; otherwise its
+    workers do not either.
     """
 
     def extend(self, directories: Iterable[str]) -> None:
@@ -132,7 +133,7 @@ class ModulePath(list[str]):
 
 
 def driver_config() -> ray.job_config.JobConfig:
-    """Return the configuration of a driver whose workers look for modules where the driver does."""
+    """Return Ray's job configuration under which workers import modules from the driver's directories only."""
     config = ray.job_config.JobConfig()
     if hasattr(config, DRIVER_PATH):
         setattr(config, DRIVER_PATH, ModulePath())
@@ -184,9 +185,9 @@ def check_loopback(node_address: str) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Raise ClusterError if nothing listens at an address with a port, ConfigError if it is not an address.
+    """Raise ClusterError if nothing listens at an address that has a port, ConfigError if it is not an address.
 
-    Ray resolves other addresses itself.
+    Addresses without a port are left to Ray.
     """
     try:
         url = urlsplit(address if "://" in address else f"//{address}")
@@ -239,7 +240,7 @@ ray_messages = RayMessages()
 
 
 def take_ray_messages() -> None:
-    """Receive what Ray would print: advice and tracebacks, among the log lines and results of the job."""
+    """Redirect what Ray would print to a RayMessages: advice and tracebacks that would clutter the job's log."""
     without = "Ray's advice and tracebacks are printed, and a lack of memory is not named"
     worker = ray_part("_private.worker", without)
     if worker is None:
@@ -292,9 +293,9 @@ def _start_nothing(node: Any, **options: Any) -> None:
 
 @contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Suppress what Ray's core writes to file descriptor 2 at start, its log level; errors are raised anyway.
+    """Suppress what Ray's core prints to file descriptor 2 while Ray starts, whatever its log level.
 
-    Log lines of this package still appear.
+    Errors are raised anyway, and log lines of this package still appear.
     """
     stderr = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -320,7 +321,7 @@ def nodes() -> list[Mapping[str, float]]:
 
 
 def plan_workers(config: JobConfig, num_rows: int | None = None) -> WorkerPlan:
-    """Return the workers of a job on the connected cluster. Arguments and errors are WorkerPlan.of_job's."""
+    """Return the workers of a job on the connected cluster. Arguments and errors as of WorkerPlan.of_job."""
     return WorkerPlan.of_job(
         config.execution, config.model.device, nodes(), num_rows, threads_wanted(os.environ)
     )
@@ -339,7 +340,7 @@ def end_ray(keeps_logs: bool) -> None:
     """End the cluster that this process has started, with its files, or leave the cluster that it has joined.
 
     Args:
-        keeps_logs: leave the files of the session, in which its logs are.
+        keeps_logs: whether to leave the session's files, which include its logs.
     """
     without = "the files of Ray's session are left"
     session = node_part("get_session_dir_path", without) if is_own_cluster() else None

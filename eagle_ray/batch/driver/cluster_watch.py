@@ -99,7 +99,7 @@ class RayletWatch:
     Ray's core ends a driver without a raylet with exit code 1, at its next use of the object store.
 
     Args:
-        path: path of the raylet's Unix socket; None: nothing is watched.
+        path: path of the raylet's Unix socket; None watches nothing.
         on_loss: called with a ClusterError, from a thread of the watch.
     """
 

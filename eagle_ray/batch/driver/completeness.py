@@ -1,8 +1,8 @@
 """Completeness: which of the rows that the input asks for are in the files of the output.
 
-The rows are compared a range of ids at a time. An id has a row for each sample of each turn; they
-are in one file once they are done. Memory holds one range, and a byte for each row of the input,
-which is in a temporary file if there are many.
+The rows are compared a range of ids at a time. An id has one row per sample and turn, all in one
+file once they are done. Memory holds one range, and one byte per input row; for large inputs these
+bytes are in a temporary file.
 
     count_done(plan.rows, OutputIndex.read(run.data)).num_missing      # 0
 """
@@ -26,17 +26,18 @@ MISSING_SHOWN = 4  # ids that are kept for a message
 
 @dataclass(frozen=True, slots=True)
 class Completeness:
-    """The expected rows that the output files hold.
+    """Result of comparing the rows that the input asks for with those in the output files.
 
     Attributes:
         done: for each row of the input, in its order, whether its output rows are all in one file.
             Rows of other shards of the job count as done.
         num_rows: output rows that the input asks for.
-        num_done_rows: those of them that are done.
+        num_done_rows: number of these rows that are done.
         num_missing: ids that are not done.
-        missing: a few of those.
-        excess: the ids to remove from each file so that every id is in one file.
-        num_others: ids in the files that are not expected, as after a run with another input.
+        missing: a few of the ids that are not done.
+        excess: ids to remove from each file so that every id is in one file only.
+        num_others: ids in the files that the input does not ask for, for example after a run with
+            another input.
     """
 
     done: np.ndarray
@@ -49,7 +50,7 @@ class Completeness:
 
 
 def count_done(expected: ExpectedRows, output: OutputIndex) -> Completeness:
-    """Count the expected rows that the files hold, in one pass over both indexes."""
+    """Return which of the expected rows the files hold, by one pass over both indexes."""
     done = _flags(expected.num_input_rows, fill=expected.shard is not None)
     num_rows = 0
     num_done_rows = 0

@@ -5,9 +5,9 @@
 
 Nothing is stored on the way, so an execution that fails starts again from its inputs;
 ``run_dataset_job`` has a job's output, progress and resume. The columns of the input travel with
-each request as one opaque value, so that their types stay as they are. What a function of the user
-adds to a row travels as one opaque value, too: Arrow has one type for a column of a block, so
-values of other rows would change what the row means.
+each request as one opaque value, which keeps their types. Columns that a user's function adds
+travel as one opaque value, too: a block's column has one Arrow type, so a row's value could be
+converted because of the values of other rows.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class DatasetActor(EngineActor):
 def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Dataset:
     """Return the input's columns and the output columns ADDED, one row per sample.
 
-    Rows are a job's: prompt, messages or prompt_token_ids as input.columns names them, an id, and
-    sampling values of their own, also as a dictionary sampling_params. A row without an id gets one
-    from its content, so that seeds depend on neither order nor blocks. A row that cannot be
-    answered has status error. An input column with the name of an output column gets the prefix
-    ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the cluster lacks
-    the GPUs.
+    Rows have the columns of a job's input: prompt, messages or prompt_token_ids as input.columns
+    names them, an id, and sampling parameters, also as a dictionary sampling_params. A row without
+    an id gets one from its content, so that seeds depend on neither order nor blocks. A row that
+    cannot be answered has status error. An input column with the name of an output column gets the
+    prefix ``input_``. Raises ConfigError if the models cannot be used, ClusterError if the cluster
+    lacks the GPUs.
     """
     from eagle_ray.assembly.draft_choice import with_checked_models  # torch
 
@@ -192,7 +192,7 @@ class ColumnAdder:
 
 
 def split_added(batch: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
-    """Return the block without ADDED_VALUES, and what was added to each row."""
+    """Split a block into its columns without ADDED_VALUES, and the added values of each row as a dictionary."""
     if ADDED_VALUES.name not in batch.column_names:
         return batch, [{}] * len(batch)
     added = [cloudpickle.loads(value) for value in batch[ADDED_VALUES.name].to_pylist()]
@@ -202,10 +202,11 @@ def split_added(batch: pa.Table) -> tuple[pa.Table, list[dict[str, Any]]]:
 def with_added_columns(
     table: pa.Table, added: list[dict[str, Any]], but: Container[str]
 ) -> pa.Table:
-    """Return the rows with added values as columns. Where a row has none, the row's own column is kept.
+    """Return the table with added values as columns; rows without a value keep the one in their own column.
 
     Args:
-        but: added names that become no columns.
+        added: names and values added to each row.
+        but: names to leave out.
     """
     for name in dict.fromkeys(name for row in added for name in row if name not in but):
         has_column = name in table.column_names
@@ -220,7 +221,7 @@ def with_added_columns(
 
 
 def any_column(values: list[Any]) -> pa.Array:
-    """Return values as an Arrow column; values of no common type become JSON texts."""
+    """Return any values as an Arrow column; values that have no common type become JSON texts."""
     values = [None if isinstance(value, RequestError) else value for value in values]
     try:
         return pa.array(values)
@@ -233,7 +234,7 @@ def _text(value: Any) -> str:
 
 
 def value_json(value: Any) -> str:
-    """Return JSON text for any value. NaN is kept, so that the reader refuses it by name."""
+    """Return JSON text for any value. NaN is kept, so that the reader can refuse it by the field's name."""
     return json.dumps(plain_value(value, _opened), default=_json_form)
 
 
@@ -258,14 +259,13 @@ def _opened(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RequestMaker:
-    """A task that turns blocks of input rows into request rows.
+    """A Ray Data function that turns blocks of input rows into request rows.
 
     Attributes:
-        columns: columns of a row that have its prompt and id.
-        settings: how rows are treated that cannot be answered, and columns that ask for what rows
-            cannot set.
-        names_settings: whether to log the columns that are taken for parameters.
-        is_private: errors quote no value of their rows.
+        columns: columns that hold a row's prompt and id.
+        settings: the `input` section, which says how bad rows and unknown parameters are treated.
+        names_settings: whether to log which columns are read as request parameters.
+        is_private: whether errors must not quote values of rows.
     """
 
     columns: RequestColumns
@@ -312,7 +312,10 @@ class RequestMaker:
 
 
 def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with the entries of its sampling_params as values."""
+    """Return the row with the entries of its column sampling_params as columns of their own.
+
+    A value that is not an object becomes the row's error.
+    """
     params = plain_value(row.get(SAMPLING_PARAMS), _opened)
     rest = {name: value for name, value in row.items() if name != SAMPLING_PARAMS}
     if params is None:
@@ -326,7 +329,7 @@ def with_sampling_params(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_id(request: Request) -> str:
-    """Return an id that is a hash of the request, so equal requests have equal ids and equal samples."""
+    """Return an id made from a hash of the request, so equal requests have equal ids and equal samples."""
     values = {
         name: value
         for name, value in request.to_row().items()
@@ -345,10 +348,10 @@ def stream_bytes(table: pa.Table) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OutputMaker:
-    """A task that turns blocks of nested output rows into rows of the result.
+    """A Ray Data function that turns blocks of nested output rows into rows of the result.
 
     Attributes:
-        carried: carried columns, in the form of input.passthrough.
+        carried: value of input.passthrough, which says which input columns the result has.
     """
 
     carried: str | list[str]
@@ -358,7 +361,7 @@ class OutputMaker:
 
 
 def with_input_columns(nested: pa.Table, carried: str | list[str] = "all") -> pa.Table:
-    """Return the rows of a block with the columns of their input rows before the output columns.
+    """Return the rows of a block with the columns of their input rows in front of the output columns.
 
     Args:
         carried: "all", "none" or a list of names, as in input.passthrough.

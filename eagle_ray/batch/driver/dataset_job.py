@@ -2,11 +2,11 @@
 
     run_dataset_job(ray.data.read_parquet("prompts/"), config)
 
-A job resumes by the ids and files of its input, so the rows must have a fixed place. The files are
-written in the Dataset's order, and a file that is there with the same content is left alone: a
-repeated call resumes the job, and a call with other rows is refused as a changed input is. Values
-that requests are made of are stored as JSON where a function or `sampling_params` gave them, since
-a column of a file has one type.
+A job resumes by the ids and files of its input, so each row needs a fixed file and position. Files
+are written in the Dataset's order, and a file that already has this content is left alone: a
+repeated call resumes the job, and a call with other rows is refused like a changed input. Prompts
+and parameters that came from a function or from `sampling_params` are stored as JSON, since a
+column of a file has one type.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def write_input_files(
 
 
 def input_table(batch: pa.Table, columns: RequestColumns) -> pa.Table:
-    """Return rows in the form in which a job reads its input.
+    """Return rows as the table that a job reads as its input.
 
-    Values that requests are made of are JSON if they were added, are entries of sampling_params or
-    have a type of Ray Data, such as arrays and columns of several types. All other columns keep
+    Prompts and parameters become JSON if they were added by a function, came from sampling_params
+    or have a type of Ray Data, such as arrays and columns of several types. All other columns keep
     their types.
     """
     inputs, added = split_added(batch)

@@ -1,4 +1,4 @@
-"""The columns that a job's task or its engine makes, and the one that names the prompt of an embedded row."""
+"""Output columns that a job's task or its engine adds, and the check of `prompt_name` for embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eagle_ray.requests.row_schema import ENGINE_FIELDS
 
 
 def made_fields(config: JobConfig) -> list[pa.Field]:
-    """Return the columns that the task or the engine of a job makes, besides those of every job. Raises ConfigError.
+    """Return the output columns that the job's task or its engine adds to those of every job. Raises ConfigError.
 
     The width of an embedding is read from the target's files.
     """
@@ -31,11 +31,11 @@ def made_fields(config: JobConfig) -> list[pa.Field]:
 def check_prompt_names(
     config: JobConfig, columns: Container[str], carried: Mapping[str, str]
 ) -> None:
-    """Raise ConfigError for an input whose column prompt_name would not be read, since nothing carries it.
+    """Raise ConfigError if the input has a column prompt_name that would be ignored and not even carried.
 
     Args:
         columns: names of the input's columns.
-        carried: names in the output of the carried ones.
+        carried: output names of the carried columns.
     """
     if config.task == "embed" and PROMPT_NAME in columns and PROMPT_NAME not in carried:
         raise ConfigError(

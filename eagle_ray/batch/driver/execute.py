@@ -54,7 +54,8 @@ def execute(claimed: Claim, missing: Completeness) -> None:
 
     Raises:
         TooManyErrors, ClusterError: the job stops.
-        BoundReached, EndpointRefused, EndpointGone: it has stopped by itself, and rows are left.
+        BoundReached, EndpointRefused, EndpointGone: the job has stopped at a bound or because of
+            its endpoint, with rows left.
         ConfigError: a model is missing.
     """
     config = claimed.plan.config
@@ -111,7 +112,7 @@ def map_engine(
     """Return the nested output rows of the requests, lazily.
 
     Args:
-        actor_args: see EngineActor, the default actor.
+        actor_args: arguments of the actor class, by default EngineActor.
         calls: batches in flight per actor.
     """
     return requests.map_batches(
@@ -127,10 +128,10 @@ def map_engine(
 
 
 def write_dataset(dataset: ray.data.Dataset, sink: AtomicParquetSink, writers: int | None) -> None:
-    """Run the stream, and raise a worker's own error, without the ones that Ray wraps around it.
+    """Run the stream and write its rows. Raises a worker's own error, without the errors that Ray wraps around it.
 
     Args:
-        writers: tasks that write at a time at most; None: as many as there are CPUs.
+        writers: maximum number of tasks that write at a time; None is as many as there are CPUs.
     """
     try:
         with _without_actors_of_ray_data():
@@ -150,7 +151,11 @@ def _pool(workers: WorkerPlan, calls: int) -> ActorPoolStrategy:
 
 
 def plan_batch_size(slots: int, actors: int, num_rows: int) -> int:
-    """Return a small batch size, larger for long jobs: a row leaves with its batch, and the last rows should spread."""
+    """Return the rows per batch, more for longer jobs.
+
+    Batches are small because a row is written with the rest of its batch, and because the last rows
+    should spread over all engines.
+    """
     wanted = max(
         slots // 2, min(num_rows // (BATCHES_PER_ACTOR * actors), MAX_ROWS_PER_SLOT * slots)
     )
@@ -158,7 +163,7 @@ def plan_batch_size(slots: int, actors: int, num_rows: int) -> int:
 
 
 def plan_calls(order: str, slots: int, batch_size: int, actors: int, num_rows: int) -> int:
-    """Return the batches in flight per actor: with order auto, enough for a window of rows to order.
+    """Return the batches in flight per actor. With order auto they fill the window within which rows are reordered.
 
     Several actors together hold at most half of the rows, so that the rest can spread over them.
     """
@@ -174,7 +179,7 @@ def _rows_per_file(wanted: int, num_rows: int) -> int:
 
 
 class LocalActor:
-    """An object of this process in the place of an actor's handle: calls run at once and return references."""
+    """A local object with the interface of a Ray actor handle: calls run at once and return object references."""
 
     def __init__(self, instance: object):
         self._instance = instance

@@ -1,4 +1,4 @@
-"""ExpectedRows: which ids the input asks for, how many output rows each has, and where each stands."""
+"""ExpectedRows: the ids that the input asks for, with the number of output rows and the input position of each."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ NO_EXPECTED: Table = {
 
 @dataclass(frozen=True, slots=True)
 class ExpectedRows:
-    """The rows that the input asks for, read from its index a range of ids at a time.
+    """The rows that the input asks for, read from the input's index a range of ids at a time.
 
     Attributes:
-        index: the input's.
-        allowed: by number of a file in the index: how many of its first rows are asked for.
-        starts: by number of a file: the place of its first row in the whole input.
-        default_rows: output rows of ids that the input does not have, whose rows another input
-            left.
-        shard: only its ids are asked for; None for all ids.
+        index: index of the input.
+        allowed: for each file number of the index, how many of the file's first rows are asked for.
+        starts: for each file number, position of the file's first row in the whole input.
+        default_rows: output rows of an id that only an earlier input had.
+        shard: the shard whose ids are asked for; None for all ids.
     """
 
     index: InputIndex
@@ -55,7 +54,7 @@ class ExpectedRows:
 
     @property
     def num_input_rows(self) -> int:
-        """Return the number of rows of the whole input, those of other shards included."""
+        """Return the number of rows of the whole input, other shards' rows included."""
         return int(self.allowed.sum())
 
     def of_shard(self, shard: JobShard) -> ExpectedRows:
@@ -63,7 +62,8 @@ class ExpectedRows:
         return replace(self, shard=shard)
 
     def by_range(self, parts: int) -> Iterator[Table]:
-        """Yield the rows of each range of ids: columns id, place (in the whole input) and rows, sorted by id."""
+        """Yield the rows of each range of ids, sorted by id, with the columns id, place (position
+        in the whole input) and rows."""
         for tables in ranges(self.index.tables, parts):
             rows = join([self._placed(table) for table in tables], NO_EXPECTED)
             yield sorted_by_id(rows) if len(tables) > 1 else rows

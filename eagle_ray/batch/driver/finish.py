@@ -1,4 +1,4 @@
-"""Finish a job of several shards: verify all shards, then settle the output like a run without shards.
+"""Finish a job of several shards: verify all shards, then complete the output like a run without shards.
 
 It holds the lease of the output and of every shard, so that no row changes between the count and
 ``_SUCCESS``. The input is read, because it says which ids there must be. Everything is verified
@@ -102,7 +102,7 @@ def finish_shards(
 
 
 def finish_text(summary: dict[str, Any]) -> str:
-    """Return the counts of each shard, and the table of a run."""
+    """Return a table with the counts of each shard, followed by a run's usual table."""
     names = ("ids", "rows", "errors", "attempts")
     lines = [
         [s["shard"], *(number(s[name]) for name in names), s["finished_at"] or ""]

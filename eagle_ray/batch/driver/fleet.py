@@ -31,12 +31,12 @@ POLL_WITHIN_S = 10.0  # seconds in which the dispatcher answers
 
 @dataclass(slots=True, eq=False)
 class FleetEngine:
-    """An engine of the fleet.
+    """An engine of the fleet, starting, ready or leaving.
 
     Attributes:
         market: SPOT or ON_DEMAND.
-        requested_at: when it was asked for, on the monotonic clock.
-        leaving: the call that returns once it has no row; None while it is to stay.
+        requested_at: time of its request to Ray, on the monotonic clock.
+        leaving: the call that returns once it has no row left; None while it is to stay.
     """
 
     name: str
@@ -47,13 +47,13 @@ class FleetEngine:
 
 
 class Fleet:
-    """The engines. Methods are called by one thread.
+    """The engines of a run as Ray actors, started and ended as `resize` asks. One thread calls its methods.
 
     Args:
-        workers: the resources of each.
-        arguments: those of an EngineActor.
-        spot_nodes: KEY=VALUE of the label of spot nodes; None if there is one market.
-        calls: batches that an engine has at most.
+        workers: resources of each engine.
+        arguments: arguments of EngineActor.
+        spot_nodes: KEY=VALUE, the label of spot nodes; None if there is one market.
+        calls: maximum batches at an engine.
     """
 
     def __init__(self, workers: WorkerPlan, arguments: tuple, spot_nodes: str | None, calls: int):
@@ -90,7 +90,7 @@ class Fleet:
 
     @property
     def paid(self) -> FleetSize:
-        """Return the engines that have a node, those that are let go included."""
+        """Return the engines that have a node and so cost money, including those that are leaving."""
         placed = [e.market for e in self._engines if e.name in self._state.nodes]
         return FleetSize(placed.count(SPOT), placed.count(ON_DEMAND))
 
@@ -99,7 +99,7 @@ class Fleet:
         return FleetSize(markets.count(SPOT), markets.count(ON_DEMAND))
 
     def poll(self) -> None:
-        """Read what the dispatcher knows, and drop the engines that are lost or have left."""
+        """Read the dispatcher's state, and drop the engines that are lost or have left."""
         try:
             self._state = cast(
                 PoolState, ray.get(self.dispatcher.state.remote(), timeout=POLL_WITHIN_S)
@@ -119,7 +119,7 @@ class Fleet:
                 self._drop(engine)
 
     def resize(self, wanted: FleetSize) -> None:
-        """Start the engines that are missing, and let go of those that are too many."""
+        """Start missing engines, and let surplus ones leave."""
         for market, number in ((SPOT, wanted.spot), (ON_DEMAND, wanted.on_demand)):
             there = [e for e in self._engines if e.market == market and e.leaving is None]
             there.sort(key=lambda engine: (engine.name in self._state.ready, engine.requested_at))
@@ -129,14 +129,14 @@ class Fleet:
                 self._let_go(engine)
 
     def release_idle(self) -> None:
-        """Let go of the engines that have no row: no row waits. Those that start are ended."""
+        """Once no row waits, let the engines leave that have no row, and end those that are still starting."""
         waits = self._state.num_waiting > 0
         for engine in list(self._engines):
             if engine.leaving is None and not waits and not self._state.ready.get(engine.name, 0):
                 self._let_go(engine)
 
     def stop_admission(self) -> None:
-        """Let batches that have no engine end without one."""
+        """Send no further batch to an engine: waiting batches return unanswered."""
         self.dispatcher.stop.remote()
 
     def _start(self, market: str) -> None:

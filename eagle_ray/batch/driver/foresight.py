@@ -1,12 +1,12 @@
-"""Foresight: a run's Outlook, fed with what its workers report and with how many rows of each class it has.
+"""Foresight: predicts the rest of a run (an Outlook) from its workers' reports and its number of rows per class.
 
     foresight = Foresight(num_rows=5000, max_tokens=512, prior=None)
     foresight.count_classes(lambda: class_counts(plan, missing.done))
     foresight.observe(progress, num_ready=2, now=time.monotonic())
     foresight.outlook.seconds_left(workers=2)
 
-Classes are the categories of rows, where the input carries a column `category`: counting them reads
-the input once, while the run goes on. Other rows are one class.
+If the input has a carried column `category`, its values are the classes. Counting them reads the
+input once, while the run goes on. Otherwise all rows are one class.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ONE_CLASS = ""
 
 
 class Foresight:
-    """What is foreseen of a run.
+    """Prediction of the time and work that a run still needs, updated as it goes.
 
     Args:
         num_rows: output rows that this attempt makes.
-        max_tokens: the longest output.
+        max_tokens: maximum tokens of an output.
         prior: a speed that was measured before, or None.
     """
 
@@ -66,10 +66,10 @@ class Foresight:
         threading.Thread(target=work, name="eagle-ray-classes", daemon=True).start()
 
     def observe(self, progress: Progress, num_ready: int, now: float) -> None:
-        """Note what workers have reported by now.
+        """Update the prediction with the workers' latest reports.
 
         Args:
-            num_ready: workers that decode.
+            num_ready: number of workers that decode.
         """
         seconds = 0.0 if self._now is None else now - self._now
         before, after = self._slot_steps, progress.slot_steps
@@ -85,7 +85,7 @@ class Foresight:
         )
 
     def classes_of(self, progress: Progress) -> dict[str, ClassLeft]:
-        """Return the rows of each class: one class until the input's are counted."""
+        """Return the number of rows of each class: a single class until the input's classes are counted."""
         lengths, totals = progress.lengths, self._totals
         if totals is None or not lengths.keys() <= totals.keys():
             counts = LengthCounts()
@@ -104,11 +104,11 @@ def _waiting(counts: LengthCounts, number: int) -> float:
 
 
 def class_counts(plan: InputPlan, done: np.ndarray, samples: int) -> dict[str, int] | None:
-    """Return the output rows of each class that are to be made; None if they are one class.
+    """Return the number of output rows still to be made of each class; None if there is one class.
 
     Args:
         done: whether a row of the input is done, in its order.
-        samples: output rows of a row.
+        samples: output rows per input row.
     """
     carried = {column.name for column in plan.reader.carried_columns}
     if CATEGORY not in carried:
@@ -126,7 +126,7 @@ def class_counts(plan: InputPlan, done: np.ndarray, samples: int) -> dict[str, i
 
 
 def longest_output(config: JobConfig) -> float:
-    """Return the tokens of the longest output that rows without values of their own may have."""
+    """Return the maximum tokens of an output whose row sets no limit of its own."""
     return float(config.sampling.max_tokens or MAX_OUTPUT)
 
 

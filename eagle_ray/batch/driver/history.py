@@ -30,18 +30,18 @@ class History:
 
     @classmethod
     def after(cls, earlier: Mapping[str, Any] | None) -> History:
-        """Return the history that an earlier attempt has left."""
+        """Return the history with the points of earlier attempts, from ``_progress.json``."""
         points = [list(point) for point in (earlier or {}).get("history") or []]
         whole = [point for point in points if len(point) == len(POINT)]
         last = whole[-1][0] or 0.0 if whole else 0.0
         return cls(whole, max(MIN_STEP_S, last / MAX_HISTORY_POINTS))
 
     def add(self, elapsed_s: float, facts: Mapping[str, Any], workers: int) -> None:
-        """Note what is known now, unless the last point is not long ago.
+        """Add a point with the current facts, unless the last point is too recent.
 
         Args:
             elapsed_s: seconds of all attempts.
-            facts: those of ``_progress.json``, with the forecast.
+            facts: facts of ``_progress.json``, with the forecast.
         """
         if self.points and elapsed_s - (self.points[-1][0] or 0.0) < self.step_s:
             return

@@ -75,10 +75,10 @@ class PreviousRun:
     """State of earlier attempts that the scan of the input can reuse.
 
     Attributes:
-        index: directory of the run's index, None for one that is damaged.
-        inputs: the fingerprints that it recorded, by path.
-        finished_key: key of the plan whose rows the output holds, all of them, or None.
-        revisions: commits of the hub that it read, by repository and revision.
+        index: directory of the run's index; None for a damaged index.
+        inputs: recorded fingerprints of the input files, by path.
+        finished_key: key of the plan all of whose rows are in the output, or None.
+        revisions: commits on the hub that the run read, by repository and revision.
     """
 
     index: StoragePath | None
@@ -89,12 +89,12 @@ class PreviousRun:
 
 @dataclass(frozen=True, slots=True)
 class IndexedFile:
-    """One scanned file.
+    """What the scan of one input file found.
 
     Attributes:
-        number: place of its rows in the segments.
-        slices: byte offset or row group, row, line, rows of each.
-        unread: the first value of each column that is a parameter which rows cannot set.
+        number: number of the file in the segments' column `file`.
+        slices: for each slice its byte offset or row group, first row, first line, and rows.
+        unread: first value of each column that is a parameter which rows cannot set.
     """
 
     number: int
@@ -117,7 +117,7 @@ class IndexedFile:
         ]
 
     def describes(self, file: InputFile, fingerprint: Fingerprint) -> bool:
-        """Return whether this is the file as it is now."""
+        """Return whether the file is unchanged since this scan."""
         return self.format == file.format and self.has_content(file, fingerprint)
 
     def has_content(self, file: InputFile, fingerprint: Fingerprint) -> bool:
@@ -131,11 +131,12 @@ class InputIndex:
     """Scanned files and their rows.
 
     Attributes:
-        key: how rows were read: an index with another key says nothing about this job.
-        files: by path, as they were last scanned.
+        key: key of the settings under which rows were read; an index with another key is useless
+            for this job.
+        files: results of the last scan of each file, by path.
         next_number: number of the next file that is scanned.
-        segments: on disk, with the directory of each.
-        saved_in: the directory that has the index as it is, or None.
+        segments: files of rows on disk, with the directory of each.
+        saved_in: directory that holds the current state of the index, or None.
     """
 
     key: str
@@ -179,7 +180,7 @@ class InputIndex:
 
     @property
     def tables(self) -> list[Table]:
-        """Return all rows, sorted within each table; rows of numbers that no file has are out of date.
+        """Return all rows, as tables sorted by id. Rows whose file number belongs to no file are out of date.
 
         Raises IndexDamaged.
         """
@@ -197,11 +198,10 @@ class InputIndex:
         scan: Scan,
         grown: Container[str],
     ) -> None:
-        """Scan the files that the index does not have as they are now. Their rows are in temporary files until `save`.
+        """Scan the files that are new or changed. Their rows are in temporary files until `save`.
 
         Args:
-            grown: paths of files that hold the lines that the index has of them, and more behind
-                them.
+            grown: paths of files to which lines were appended; only the new lines are scanned.
         """
         bases = []
         for file in files:
@@ -277,18 +277,21 @@ class InputIndex:
 
     @property
     def numbers(self) -> set[int]:
-        """Return the numbers of all rows that are not out of date."""
+        """Return the file numbers of all rows that are not out of date."""
         return {entry.number for entry in self.files.values()}
 
     def compare(
         self, earlier: Mapping[str, int], current: Iterable[int]
     ) -> tuple[dict[str, Digests], dict[str, Table]]:
-        """Return earlier rows whose request is another one now (their ids, sorted), and those that are
-        gone (their ids and which of their file's they were), by path.
+        """Compare earlier rows with the current ones, by id. Both results are by path of the earlier file.
 
         Args:
-            earlier: the number that the rows of each file have.
-            current: numbers of the input's files.
+            earlier: file number that each file's rows had.
+            current: file numbers of the input's files now.
+
+        Returns:
+            The sorted ids whose request has changed, and the rows that are gone: their ids and their
+            positions in the file.
         """
         current = list(current)
         changed = []

@@ -66,19 +66,18 @@ MAX_NAMES = 3  # names in a message
 
 @dataclass(frozen=True, slots=True)
 class InputPlan:
-    """The input as it was scanned.
+    """The scanned input of a job.
 
     Attributes:
-        reader: reads its slices; a read task has this and nothing else of the plan.
+        reader: reads the slices as requests; a read task gets only this part of the plan.
         row_settings: columns with which rows may override `sampling`, `seed` and `chat`.
-        index: its files and rows.
+        index: index of the input's files and rows.
         fingerprints: fingerprints of the files, by path.
-        changes: how the files differ from those that the run was made from.
+        changes: differences from the files that the run was made from.
         key: key of the settings and the content of the files; equal keys have equal rows.
-        default_rows: output rows of an id that the input does not have, whose rows another input
-            left.
-        made_fields: columns of the output that the job's task makes, besides those of every job.
-        revisions: commits of the hub that the files are of, by repository and revision.
+        default_rows: output rows of an id that only an earlier input had.
+        made_fields: output columns that the job's task adds to those of every job.
+        revisions: commits on the hub that the files come from, by repository and revision.
     """
 
     reader: RequestReader
@@ -97,7 +96,7 @@ class InputPlan:
         return self.reader.files
 
     def check_unchanged(self) -> None:
-        """Raise InputChanged if a file is not the one any more that was scanned."""
+        """Raise InputChanged if a file has changed since it was scanned."""
         check_unchanged(self.files, self.fingerprints)
 
     def detect_changes(self) -> AbstractContextManager[None]:
@@ -118,7 +117,7 @@ class InputPlan:
 
     @property
     def without_carried(self) -> InputPlan:
-        """Return the plan of the requests alone."""
+        """Return the plan without carried columns, for reading the requests alone."""
         return replace(self, reader=replace(self.reader, carried_columns=()))
 
     @property
@@ -143,12 +142,12 @@ class InputPlan:
 
     @property
     def carried_fields(self) -> list[pa.Field]:
-        """Return the output fields of this job alone: those of its task, and the carried columns."""
+        """Return the output columns that other jobs may not have: those of this job's task, and the carried columns."""
         return [*self.made_fields, *self.reader.carried_fields]
 
     @property
     def carried_types(self) -> dict[str, pa.DataType]:
-        """Return the joined type of each carried column, by its name in the output."""
+        """Return the type of each carried column, joined over all files, by its name in the output."""
         return {column.name: column.type for column in self.reader.carried_columns}
 
 
@@ -157,13 +156,14 @@ class InputChanges:
     """Differences between the input files now and those that the run recorded.
 
     Attributes:
-        grown: paths of files that begin with what they were.
-        rewritten: paths of other changed files. If they have nothing in `changed` and `gone`, their
-            rows are the same.
-        changed: ids of rows of each changed file that make another request now, sorted, by path.
-        gone: rows of each changed file that are not in the input any more, by path: columns id and
-            row, its place.
-        absent: ids as in `changed`, of files that the input does not have.
+        grown: paths of files that were only appended to.
+        rewritten: paths of other changed files. Those without entries in `changed` and `gone` have
+            the rows that they had.
+        changed: sorted ids of rows that make another request now, by path of the changed file.
+        gone: rows that are no longer in the input, by path of the changed file: columns id and row,
+            the position in the file.
+        absent: sorted ids of rows that make another request now, by path of a recorded file that is
+            no longer part of the input.
     """
 
     grown: tuple[str, ...] = ()
@@ -174,7 +174,7 @@ class InputChanges:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Return the paths of changed files that a resume accepts unless rows changed or are gone."""
+        """Return the paths of changed files with which a resume goes on, provided that no row changed or is gone."""
         return *self.grown, *self.rewritten
 
 
@@ -190,7 +190,8 @@ def plan_input(
     rows stay on disk and are not checked again.
 
     Args:
-        scan_with: makes the scan of new files from one that scans them here.
+        scan_with: makes the function that scans new files, from the one that scans them in this
+            process.
     """
     known = previous.revisions if previous is not None else {}
     patterns, revisions = fixed_patterns(config.input.path, known)
@@ -378,7 +379,8 @@ def _with_formats(
 
 
 def row_settings_line(plan: InputPlan) -> str | None:
-    """Return settings_line of the plan's columns; requests of batch files are not columns."""
+    """Return a log line that names the columns read as request parameters, or None. Batch files
+    have no such columns."""
     entries = [plan.index.files[file.path] for file in plan.files if file.format != "openai_batch"]
     names = {
         name
@@ -462,7 +464,7 @@ def _apply_limit(slices: list[FileSlice], limit: int | None) -> tuple[FileSlice,
 
 
 def locate_ids(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocation]]:
-    """Return the sorted digests of these ids and their positions in the input."""
+    """Yield each row whose id's digest is wanted: its id and its location in the input."""
     for row, location in _rows(plan) if len(wanted) else ():
         request_id = id_of(row, plan.reader.columns, location)
         if isin(digests([request_id]), wanted):
@@ -470,7 +472,7 @@ def locate_ids(plan: InputPlan, wanted: Digests) -> Iterator[tuple[str, RowLocat
 
 
 def sample_ids(ids: Digests, plan: InputPlan) -> str:
-    """Return the first of these ids as text, for a message."""
+    """Return the first few of these ids as text for a message, found by their digests."""
     names: list[str] = []
     for name, _ in locate_ids(plan, np.sort(ids)):
         if len(names) == MAX_NAMES:

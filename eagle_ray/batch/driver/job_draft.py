@@ -1,7 +1,7 @@
-"""Choose the head of a job whose model.draft is auto: the one on record, or the best one for a new output.
+"""Choose the head of a job whose model.draft is auto: the recorded one, or the best one for a new output.
 
-A resumed job, and every shard, goes on with the head that is on record, so that all rows of an output
-name one head. A finished job needs no models, and nothing is looked for.
+A resumed job, and every shard, uses the head in the run's record, so that all rows of an output
+have one head. A finished job needs no models, so no head is chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ log = logging.getLogger("eagle_ray")
 
 
 def with_job_draft(config: JobConfig) -> JobConfig:
-    """Return the configuration with a name or null in place of auto, which is logged. Raises as choose_draft does."""
+    """Return the configuration with model.draft auto replaced by a name or null, and log it. Raises
+    as choose_draft does."""
     config, line = job_draft(config)
     if line is not None:
         log.info("%s", line)
@@ -30,9 +31,10 @@ def with_job_draft(config: JobConfig) -> JobConfig:
 
 
 def job_draft(config: JobConfig) -> tuple[JobConfig, str | None]:
-    """Return the configuration with a name or null in place of auto, and a line that says why; None if it names one.
+    """Return the configuration with model.draft auto replaced by a name or null, and a line that says why.
 
-    Raises as draft_choice.choose_draft does.
+    The line is None if the configuration already names a draft. Raises as draft_choice.choose_draft
+    does.
     """
     if config.model.draft != AUTO:
         return config, None

@@ -1,7 +1,6 @@
-"""JobEngine: which engine a job's actors get, how many of them there are, and why it sent no further request.
+"""JobEngine: the engine of a job's actors (ours or an endpoint), its number of workers, and why it ended early.
 
-engine = JobEngine.start(claimed, num_rows=480)
-engine.actor_arguments(progress)
+engine = JobEngine.start(claimed, num_rows=480) engine.actor_arguments(progress)
 engine.check_ended()       # raises EndpointRefused, EndpointGone or BoundReached
 """
 
@@ -36,10 +35,10 @@ ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class JobEngine:
-    """What answers a job's rows.
+    """What answers a job's rows: our own engine in planned workers, or an endpoint.
 
     Attributes:
-        endpoint: None for our own engine.
+        endpoint: the endpoint; None for our own engine.
     """
 
     claimed: Claim
@@ -49,7 +48,7 @@ class JobEngine:
 
     @classmethod
     def start(cls, claimed: Claim, num_rows: int) -> JobEngine:
-        """Plan the workers, and start what they share. Ray must be connected.
+        """Plan the workers, and start the throttle that they share, if an endpoint needs one. Ray must be connected.
 
         Args:
             num_rows: rows that are missing.
@@ -79,14 +78,14 @@ class JobEngine:
 
     @property
     def description(self) -> str:
-        """Return a line for the log: the model that is loaded, and where, or the endpoint that is asked."""
+        """Return a line for the log: the model that is loaded and its devices, or the endpoint."""
         if self.endpoint is not None and self.endpoint.target is not None:
             urls = ", ".join(self.endpoint.target.urls)
             return f"asking {self.claimed.plan.config.engine.model} at {urls}"
         return f"loading {self.claimed.plan.config.model.target} in {self.workers.describe()}"
 
     def check_ended(self) -> None:
-        """Raise the job's error if its endpoint ended it before its last row."""
+        """Raise the reason if the endpoint stopped the job before its last row: refused, gone, or at a bound."""
         if self.endpoint is None or self.endpoint.throttle is None:
             return
         stop = stop_of(self.endpoint.throttle)

@@ -5,8 +5,8 @@
         with run.recorded_outcome():
             generate(...)
 
-**Finished runs**: the record of one names its plan by its key and the files in data/ by their
-states. It holds only while both are unchanged, and then a second start reads no row.
+**Finished runs** are recorded with the key of their plan and the states of the files in data/.
+While both are unchanged, a second start trusts the record and reads no row.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ log = logging.getLogger("eagle_ray")
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """The run in an output directory before a start, and where that start may continue it.
+    """The run that a start finds in the output directory.
 
     Attributes:
         state: state of the job's run, or of a new one.
@@ -112,7 +112,8 @@ def check_run(
 
     Args:
         files: fingerprints of the input files by path.
-        accepted: paths of changed files whose rows were compared with the answers.
+        accepted: paths of changed input files that may stay, because their rows were compared
+            already.
 
     Raises ConfigError if there is output and if_exists is fail, or if the directory cannot be read;
     OutputMismatch if it is another job's or another program's output.
@@ -136,7 +137,7 @@ def begin_run(
     """Begin an attempt at the run that check_run returned. The caller must hold the output's lease.
 
     Args:
-        revisions: commits of the hub that the input is of, those of earlier attempts included.
+        revisions: commits on the hub that the input comes from, with those of earlier attempts.
 
     Raises OutputLocked if the run was written since, ConfigError if the directory is not writable,
     StorageUnavailable if it cannot be written for now.
@@ -180,14 +181,14 @@ def begin_job(
     check_lock: Callable[[], None] | None = None,
     revisions: Mapping[str, str] = NO_REVISIONS,
 ) -> Run:
-    """Begin an attempt, whatever the directory holds. The caller holds the lease. A failure changes nothing.
+    """Begin an attempt without checking the directory. The caller holds the lease. A failure changes nothing.
 
-    First comes the list of input files, which nothing names yet; then ``_run.json``, which names
-    it.
+    The list of input files is written first, while nothing names it; then ``_run.json``, which
+    does.
 
     Args:
-        inputs: all files of the run, including files of earlier attempts that are not asked for
-            now.
+        inputs: all input files of the run, including those of earlier attempts that this input
+            lacks.
     """
     earlier_lists = input_lists(state.output)
     try:
@@ -207,7 +208,8 @@ def begin_job(
 def job_facts(
     state: RunState, config: JobConfig, inputs: Mapping[str, Fingerprint]
 ) -> dict[str, Any]:
-    """Write the list of input files, and return the manifest's facts about the job."""
+    """Return the manifest's facts about the job: configuration, models, versions, hardware. Writes
+    the list of input files."""
     before = state.manifest or {}
     return {
         "name": before.get("name", config.name),
@@ -224,7 +226,7 @@ def job_facts(
 
 
 def remove_unused_lists(lists: Iterable[StoragePath], used: str) -> None:
-    """Delete lists of input files that existed before this attempt. Newer ones belong to a later driver."""
+    """Delete these lists of input files, found before this attempt began, except the one in use."""
     with suppress(OSError):
         for file in lists:
             if file.name != used:
@@ -252,7 +254,7 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
 def check_config_hash(output: StoragePath, record: Mapping[str, Any]) -> None:
     """Raise OutputDamaged if the recorded configuration does not have the recorded hash.
 
-    Nothing tells for a record of another release, whose hash may be of other keys.
+    Records of other releases are not checked, since their hash may cover other keys.
     """
     is_own_release = record["versions"].get(RECORDED_PACKAGES[0]) == _version(RECORDED_PACKAGES[0])
     if is_own_release and is_hash_of_another(record["config"], record["config_hash"]):
@@ -275,7 +277,7 @@ def _check_same_weights(output: StoragePath, old: dict[str, Any], now: str | Non
 
 
 def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Check that a resume has the earlier run's files; new files are added."""
+    """Raise OutputMismatch if a file of the earlier run has changed. New files are allowed."""
     if changed := changed_files(old, new):
         raise OutputMismatch(
             f"input changed since {output} was made from it: {changed}: put it back, {OTHER_OUTPUT}"
@@ -283,7 +285,7 @@ def check_same_files(output: StoragePath, old: dict[str, Any], new: dict[str, An
 
 
 def check_no_foreign_data(output: StoragePath) -> None:
-    """Refuse Parquet files that no manifest explains, and places in tables: they belong to another program."""
+    """Refuse an output directory with Parquet files but no manifest, or in a table: it belongs to another program."""
     check_no_table(root_of(output))
     if foreign := part_files(data_of(output)):
         raise OutputMismatch(
@@ -293,7 +295,7 @@ def check_no_foreign_data(output: StoragePath) -> None:
 
 
 def check_no_table(output: StoragePath) -> None:
-    """Refuse an output in a Delta or Iceberg table: the directory itself, or any below it."""
+    """Refuse an output directory that is a Delta or Iceberg table, or lies inside one."""
     place = output
     while True:
         if kind := _table_kind(place):
@@ -374,10 +376,10 @@ def _hardware() -> dict[str, Any]:
 
 
 def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousRun:
-    """Return the state that earlier attempts left. If the output will be overwritten, only the input's index.
+    """Return the state that earlier attempts left. If the output will be overwritten, that is the input's index only.
 
     Args:
-        is_index_damaged: the index cannot be used, nor what it says of a finished run.
+        is_index_damaged: neither the index nor its record of a finished run can be used.
     """
     output = output_of(config)
     index = None if is_index_damaged else output / INDEX_DIRECTORY
@@ -394,7 +396,7 @@ def previous_run(config: JobConfig, is_index_damaged: bool = False) -> PreviousR
 
 
 def finished_key(output: StoragePath) -> str | None:
-    """Return the key of the plan whose rows the files hold, all of them and once, or None if that is not on record."""
+    """Return the key of the plan whose rows the files hold completely, from the record; None without a valid record."""
     finished = read_index_file(output / INDEX_DIRECTORY / FINISHED_FILE)
     if finished is None or finished.get("files") != files_key(output):
         return None
@@ -405,19 +407,19 @@ def record_finished(output: StoragePath, key: str, counted: str) -> None:
     """Record that the files hold every row of the plan with this key.
 
     Args:
-        counted: the key of the files before they were counted, so that the record does not hold for
-            a late file.
+        counted: result of files_key before the rows were counted, so that a file added later makes
+            the record invalid.
     """
     write_facts(output / INDEX_DIRECTORY / FINISHED_FILE, {"key": key, "files": counted})
 
 
 def remove_finished(output: StoragePath) -> None:
-    """Delete the record, so that the next start counts the rows."""
+    """Delete the record of a finished run, so that the next start counts the rows."""
     (output / INDEX_DIRECTORY / FINISHED_FILE).remove()
 
 
 def files_key(output: StoragePath) -> str:
-    """Return a digest of the names and states of all files with rows of this run or shard."""
+    """Return a digest of the names and states of all part files of this run or shard."""
     content = hashlib.blake2b(digest_size=16)
     data = data_of(output)
     for file, state in data.list_states("**/*.parquet").items():

@@ -37,11 +37,11 @@ class JobPlan:
     """The work of a job.
 
     Attributes:
-        output: the directory of the run's record, that of the shard if the job has one.
+        output: directory of the run's record; the shard's directory if the job has one.
         retry_errors: drop error rows first, so that they are generated again.
-        is_finished: whether the output is on record as complete for this input.
+        is_finished: whether the run's record says that the output is complete for this input.
         spare: the process that checks the models, and from which engines' processes are forked.
-        endpoint_check: the look at the endpoint of another engine.
+        endpoint_check: check of the endpoint, for the engine http.
     """
 
     config: JobConfig
@@ -61,7 +61,7 @@ class JobPlan:
         return Partitions.of(self.config.output.partition_by, self.input.carried_types)
 
     def check_models(self) -> None:
-        """Check the models, or another engine, while the cluster is joined, unless they were checked.
+        """Wait for the check of the models, or of another engine, unless it is done. Runs while the cluster is joined.
 
         Raises ConfigError if they cannot work here.
         """
@@ -87,7 +87,7 @@ def plan_job(
     """Scan the input and compare it with the output. Nothing is written. Raises ConfigError for an impossible job.
 
     Args:
-        spare: not started yet; the caller ends it.
+        spare: the spare process, not started yet; the caller ends it.
         is_index_damaged: make the plan without the run's index.
     """
     log.info("reading the input")

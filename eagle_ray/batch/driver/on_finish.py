@@ -36,7 +36,8 @@ VARIABLE_PREFIX = "EAGLE_RAY_"  # prefix of the name of each fact in the command
 
 
 def tell(config: JobConfig, ending: RunResult) -> None:
-    """Run on_finish.command and call on_finish.webhook, each within on_finish.timeout_s."""
+    """Notify the user of a run's end: run on_finish.command and call on_finish.webhook, each within
+    on_finish.timeout_s."""
     _tell(config, facts_of(config, ending))
 
 
@@ -53,10 +54,10 @@ def _tell(config: JobConfig, facts: dict[str, Any]) -> None:
 
 
 def tell_warning(config: JobConfig, warning: str, line: str) -> None:
-    """Tell, in a thread of its own, what a job that runs is warned of, if on_finish.warnings is set.
+    """Notify the user of a warning about a running job, in a thread, if on_finish.warnings is set.
 
     Args:
-        warning: late, over or nearly_spent, in the place of an outcome.
+        warning: late, over or nearly_spent; it takes the place of the outcome.
     """
     if not config.on_finish.warnings:
         return
@@ -74,7 +75,7 @@ def facts_of(config: JobConfig, ending: RunResult) -> dict[str, Any]:
 
 
 def shown(url: str) -> str:
-    """Return the scheme and host of a URL: its user, path and query may be secrets."""
+    """Return only the scheme and host of a URL, since its user, path and query may be secrets."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}"
 

@@ -1,7 +1,7 @@
 """ProgressMonitor: log a running job's progress, and stop the job if it cannot end well.
 
-It reports the rows that engines have finished and, separately, the rows in files, to
-``_progress.json`` and as a log line every few seconds, or as a bar in a terminal.
+Every few seconds it writes the rows that engines have finished, and separately the rows in files,
+to ``_progress.json`` and to the log, or to a progress bar in a terminal.
 
     with ProgressMonitor(progress, run, num_rows=96, every_s=10, limits=limits, workers=plan):
         dataset.write_datasink(sink)
@@ -68,7 +68,7 @@ class Limits:
 
     Attributes:
         max_error_rate: share of rows that may be errors.
-        max_starts: worker starts without a row in between that was answered without an error.
+        max_starts: worker starts in a row without a successful row between them.
     """
 
     max_error_rate: float
@@ -92,14 +92,14 @@ class Limits:
 
 
 def waited_for(progress: Progress, lacks_memory: bool) -> str | None:
-    """Return the resource that the job waits for, a key of STALL_LIMITS_S; None if it waits for none."""
+    """Return what a job without progress waits for, a key of STALL_LIMITS_S; None if it waits for nothing."""
     if lacks_memory:
         return "memory"
     return None if progress.starts else "workers to start"
 
 
 def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
-    """Return why the job ends if it has waited for too long."""
+    """Return the error that ends the job if it has waited longer than the limit, else None."""
     if waiting_for is None or seconds <= STALL_LIMITS_S[waiting_for]:
         return None
     why = {
@@ -114,12 +114,12 @@ def stall_error(waiting_for: str | None, seconds: float) -> ClusterError | None:
 class UsageMeter:
     """Measures the elapsed time and the worker time of a run over all attempts, from which its cost follows.
 
-    A worker counts from its start, loading included, until the job ends, because its GPU is taken
-    for as long. Between the fewest and the most workers of the job's plan, the ready ones are
-    counted. An attempt that was killed counts up to its last ``_progress.json``.
+    A worker counts from its start, loading included, until the job ends, because it occupies its
+    GPU for as long. The number of workers is that of the ready ones, within the minimum and maximum
+    of the job's plan. An attempt that was killed counts up to its last ``_progress.json``.
 
     Args:
-        earlier: ``_progress.json`` as the attempts before left it, or None.
+        earlier: content of ``_progress.json`` after earlier attempts, or None.
         now: seconds of any steady clock.
     """
 
@@ -157,11 +157,12 @@ class UsageMeter:
         self._spot_s += seconds * num_spot
 
     def num_paid(self, num_ready: int) -> int:
-        """Return how many workers are paid for while this many have reported."""
+        """Return the number of workers whose time is counted: the ready ones, within the minimum
+        and maximum of the plan."""
         return min(max(num_ready, self._min_workers), self._max_workers)
 
     def usage(self) -> dict[str, float] | None:
-        """Return the seconds so far, or None if an earlier attempt's are not known."""
+        """Return the elapsed and worker seconds so far, or None if those of an earlier attempt are unknown."""
         if not self._is_known:
             return None
         usage = {
@@ -484,10 +485,11 @@ def _progress_before(run: Run) -> Facts | None:
 
 
 def count_rows(data: StoragePath, attempt: int, reported: Mapping[str, int]) -> int:
-    """Return the rows in the files of an attempt.
+    """Return the rows in the part files of an attempt.
 
     Args:
-        reported: rows of files by their path below data/. Their footers are not read.
+        reported: rows of files that writers have reported, by path below data/; these files are not
+            opened.
     """
     total = 0
     for file in data.glob(f"**/part-{attempt:03d}-*.parquet"):
@@ -512,7 +514,7 @@ def display(every_s: float) -> Iterator[Lines | Bar]:
 
 @dataclass(slots=True)
 class Lines:
-    """A log line every every_s seconds, the first at next_at."""
+    """Progress as log lines: one every every_s seconds, the first at next_at."""
 
     every_s: float
     next_at: float
@@ -548,7 +550,7 @@ class Bar:
 
     Attributes:
         progress: rich's progress display.
-        task: its only task, whose text has two lines of at most 80 columns.
+        task: the display's only task, whose text has two lines of at most 80 columns.
     """
 
     progress: Any

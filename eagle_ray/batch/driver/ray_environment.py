@@ -48,10 +48,10 @@ variables_before: dict[str, str | None] = {}
 
 
 def prepare_ray_environment(address: str) -> str:
-    """Set the variables and return the address to connect to, as resolve_address does.
+    """Set the variables and return the address to connect to, from resolve_address.
 
-    QUIET keeps variables that the user has set. LOOPBACK overrides them: it keeps Ray on 127.0.0.1.
-    Raises ConfigError if Ray cannot be started on this machine.
+    Variables of QUIET keep values that the user has set. Those of LOOPBACK replace them, to keep
+    Ray on 127.0.0.1. Raises ConfigError if Ray cannot be started on this machine.
     """
     address = resolve_address(address)
     variables = {name: value for name, value in QUIET_VARIABLES.items() if name not in os.environ}
@@ -68,9 +68,8 @@ def prepare_ray_environment(address: str) -> str:
 
 
 def user_environment() -> dict[str, str]:
-    """Return the environment as the user set it, for a command of the user: with our token it would
-    reach no cluster of theirs.
-    """
+    """Return the environment as the user set it, for commands of the user. Our Ray token would lock
+    them out of their clusters."""
     environment = dict(os.environ) | {
         name: value for name, value in variables_before.items() if value is not None
     }
@@ -82,7 +81,7 @@ def user_environment() -> dict[str, str]:
 
 
 def resolve_address(address: str) -> str:
-    """Return the address that "auto" stands for, or the address."""
+    """Return the address that "auto" stands for; any other address is returned as it is."""
     return (os.environ.get("RAY_ADDRESS") or LOCAL) if address == "auto" else address
 
 
@@ -171,7 +170,7 @@ def own_host() -> str:
 
 
 def answers(host: str, port: int) -> bool:
-    """Return whether something listens there."""
+    """Return whether something listens at a host and port."""
     with suppress(OSError):
         socket.create_connection((host, port), timeout=ANSWERS_WITHIN_S).close()
         return True

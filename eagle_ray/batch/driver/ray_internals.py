@@ -1,6 +1,7 @@
-"""Parts of Ray that are not public. A version without one costs a feature, which the log names, and never a start.
+"""Access to private parts of Ray. If a version of Ray lacks one, a feature is lost, which the log
+names, but Ray starts.
 
-`without` says what a missing part costs:
+`without` says what is lost without a part:
 
     with replaced("_private.node.Node", {"start_monitor": nothing}, without="unused processes start"):
         ray.init()
@@ -26,8 +27,8 @@ def ray_part(path: str, without: str) -> Any | None:
     """Return an attribute of a private module of Ray, or None if this version has no such attribute.
 
     Args:
-        path: its path below `ray`.
-        without: what is lost then, for the log.
+        path: dotted path of the attribute below `ray`.
+        without: loss if the attribute is missing, as text for the log.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -43,7 +44,7 @@ def log_missing(path: str, without: str) -> None:
 
 
 def node_part(name: str, without: str) -> Any | None:
-    """Return an attribute of Ray's record of this node (called if it is a method), or None without one."""
+    """Return an attribute of Ray's private record of this node, or a method's result; None if this version lacks it."""
     node = ray_part(NODE, without)
     if node is None:
         return None
@@ -56,7 +57,8 @@ def node_part(name: str, without: str) -> Any | None:
 
 @contextmanager
 def replaced(path: str, parts: Mapping[str, Any], without: str) -> Iterator[None]:
-    """Replace parts of a module or class while the context lasts. Parts that this version lacks are left out."""
+    """Replace attributes of a private module or class of Ray in a context. Attributes that this
+    version lacks are skipped."""
     owner = ray_part(path, without)
     before = {name: getattr(owner, name) for name in parts if hasattr(owner, name)}
     if owner is not None:

@@ -51,7 +51,7 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
     refuses the token.
 
     Args:
-        address: http://host:port of the cluster's dashboard; None: RAY_API_SERVER_ADDRESS or
+        address: http://host:port of the cluster's dashboard; None reads RAY_API_SERVER_ADDRESS or
             RAY_ADDRESS.
         flags: flags of ``eagle-ray run``, besides the configuration.
     """
@@ -86,7 +86,8 @@ def submit(config: JobConfig, address: str | None, flags: list[str], follow: boo
 
 
 def with_absolute_paths(config: JobConfig) -> JobConfig:
-    """Return the configuration for another machine and directory: with absolute paths and its own cluster."""
+    """Return the configuration for running on another machine: absolute paths, and the cluster that
+    it is submitted to."""
     paths = config.input.path
     absolute = [_absolute(path) for path in ([paths] if isinstance(paths, str) else paths)]
     return config.model_copy(

@@ -1,8 +1,8 @@
 """Repair an output whose record is lost or damaged: adopt the rows in ``data/``, so that the run can be resumed.
 
 The rows say which run and attempts made them, when, and with which configuration hash. The
-configuration itself must be given; it is compared with that hash. What nothing says is not
-recorded: how an attempt ended, and what the input files held at that time.
+configuration itself must be given; it is compared with that hash. Two facts cannot be recovered:
+how an attempt ended, and what the input files held at that time.
 
     print(repair_output(load_config("job.yaml")))      # runs/a: adopted run 5f0c2a91d3b7 ...
 """
@@ -78,8 +78,8 @@ def repair_output(config: JobConfig, trust_config: bool = False) -> str:
 
     Raises:
         ConfigError: there are no rows.
-        OutputMismatch: the rows are of another configuration or input, of two runs, or of another
-            program.
+        OutputMismatch: the rows come from another configuration or input, from two runs, or from
+            another program.
         OutputLocked: a driver writes the output.
     """
     output = output_of(config)

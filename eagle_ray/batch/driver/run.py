@@ -1,6 +1,6 @@
 """Run a batch job: from a configuration to an output directory that holds every row, and an exit code.
 
-A job is planned, claimed, executed and settled (``job_plan``, ``claim``, ``execute``, ``settle``).
+A job goes through four steps, each a module: ``job_plan``, ``claim``, ``execute`` and ``settle``.
 Ray is imported only if rows are missing, and torch only in engines' processes, so a finished job
 ends in a second.
 
@@ -137,7 +137,7 @@ def _counts(config: JobConfig, ending: RunResult, began: datetime) -> tuple[int 
 
 
 def ending_of(work: Callable[[], str], log_level: str) -> RunResult:
-    """Do the work and print its result. An error is logged in one line and becomes the ending."""
+    """Run a function and print the text that it returns. An error is logged in one line and becomes the RunResult."""
     configure_logging(log_level)
     try:
         with interruptible():

@@ -4,8 +4,8 @@
     forecast = bounds.forecast(Pace(seconds_left=5400, drain_s=20, worker_s=7200, ...), now)
     forecast.is_late, bounds.reason_to_stop(forecast)
 
-A run that stops lets no further row into an engine. Rows that an engine has begun end whole, so the
-seconds that they still need (`drain_s`) and the price of those seconds are kept back.
+A run that reaches a bound starts no further row, and rows in engines are finished. So it stops
+early enough for the seconds that these rows still need (`drain_s`) and for their price.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ NEARLY = 0.9  # share of the dollars
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How a run goes.
+    """Current speed of a run and the work that is left.
 
     Attributes:
-        seconds_left: that the rows which are not done need; None if no row is done yet.
-        drain_s: seconds that the rows in the engines need.
-        worker_s: seconds of all workers so far, over all attempts; None if an earlier attempt's are
-            not known.
-        num_workers: workers that are paid for now.
-        gpus_per_worker: 0 on CPUs.
-        spot_s, num_spot: the part of worker_s and num_workers that is on spot nodes.
-        likely_left, surely_left: seconds_left in 80 and in 95 % of cases; None if it is not known.
+        seconds_left: seconds until all rows are done; None if no row is done yet.
+        drain_s: seconds until the rows in the engines are done.
+        worker_s: seconds of all workers so far, over all attempts; None if those of an earlier
+            attempt are unknown.
+        num_workers: workers that cost money now.
+        gpus_per_worker: GPUs of a worker; 0 on CPUs.
+        spot_s, num_spot: shares of worker_s and num_workers on spot nodes.
+        likely_left, surely_left: seconds within which all rows are done with a probability of 80
+            and 95 %; None if unknown.
     """
 
     seconds_left: float | None
@@ -56,15 +57,16 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The predicted end and cost of a run.
+    """Predicted end and cost of a run.
 
     Attributes:
-        ends_at: when all rows are done; None if no row is done yet.
-        likely_at, surely_at: when they are in 80 and in 95 % of cases; None if that is not known.
-        drained_at: when the rows in the engines are done.
+        ends_at: time when all rows are done; None if no row is done yet.
+        likely_at, surely_at: times by which all rows are done with a probability of 80 and 95 %;
+            None if unknown.
+        drained_at: time when the rows in the engines are done.
         spent: dollars so far; None without a price.
-        drained: dollars once the rows in the engines are done.
-        dollars: dollars once all rows are done; None if no row is done yet.
+        drained: dollars spent once the rows in the engines are done.
+        dollars: dollars spent once all rows are done; None if no row is done yet.
     """
 
     finish_by: datetime | None
@@ -79,12 +81,12 @@ class Forecast:
 
     @property
     def is_late(self) -> bool:
-        """Return whether rows are foreseen to end after the deadline."""
+        """Return whether the last row is expected after the deadline."""
         return self.finish_by is not None and bool(self.ends_at and self.ends_at > self.finish_by)
 
     @property
     def is_over(self) -> bool:
-        """Return whether all rows are foreseen to cost more than they may."""
+        """Return whether all rows are expected to cost more than max_dollars."""
         return self.max_dollars is not None and (self.dollars or 0.0) > self.max_dollars
 
     def as_json(self) -> dict[str, Any]:
@@ -108,13 +110,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class RunBounds:
-    """The bounds of a run.
+    """Deadline and budget of a run.
 
     Attributes:
-        finish_by: None for no deadline.
-        max_dollars: over all attempts; None for no limit.
-        price_per_hour: dollars for a GPU, or for a worker without one.
-        spot_price: the same on spot nodes; None for no other price.
+        finish_by: the deadline; None for none.
+        max_dollars: budget over all attempts; None for no limit.
+        price_per_hour: dollars per hour for a GPU, or for a worker without one.
+        spot_price: price per hour on spot nodes; None if it does not differ.
         stops_if_late: whether a run that would be late stops at its deadline.
     """
 
@@ -139,11 +141,11 @@ class RunBounds:
     def check_start(
         self, usage: Mapping[str, float] | None, now: datetime, is_known: bool = True
     ) -> None:
-        """Raise ConfigError if a run could not begin a row within its bounds.
+        """Raise ConfigError if the deadline is past, or if the budget is spent or earlier spending is unknown.
 
         Args:
             usage: seconds of workers in earlier attempts; None for none.
-            is_known: whether those of earlier attempts are on record.
+            is_known: whether the seconds of earlier attempts are on record.
         """
         if self.finish_by is not None and self.finish_by <= now:
             moment = self.finish_by.isoformat(timespec="minutes")
@@ -188,7 +190,7 @@ class RunBounds:
         )
 
     def reason_to_stop(self, forecast: Forecast) -> str | None:
-        """Return DOLLARS or DEADLINE if no further row may begin, else None."""
+        """Return DOLLARS or DEADLINE if no further row may be started, else None."""
         if self.max_dollars is not None and (forecast.drained or 0.0) >= self.max_dollars:
             return DOLLARS
         if (
@@ -200,7 +202,7 @@ class RunBounds:
         return None
 
     def warnings(self, forecast: Forecast) -> dict[str, str]:
-        """Return a line for each bound that is foreseen to be missed or nearly reached, by what it is warned of."""
+        """Return a log line for each bound that will be missed or is nearly reached, by the kind of warning."""
         lines = {}
         if forecast.is_late and forecast.ends_at is not None and self.finish_by is not None:
             late = duration((forecast.ends_at - self.finish_by).total_seconds())

@@ -27,7 +27,7 @@ PRIOR_S = 1800.0  # for which spot nodes are taken to be there half of the time
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """Fewest and most workers, and whether there are spot nodes besides the others."""
+    """Minimum and maximum number of workers, and whether spot nodes can be used."""
 
     min_workers: int
     max_workers: int
@@ -35,12 +35,12 @@ class FleetLimits:
 
 
 class Scaler:
-    """The fleet of one attempt and its policy.
+    """Resizes the fleet of one attempt as its policy decides.
 
     Args:
         finish_s: the deadline on the monotonic clock.
-        now: the same clock.
-        start_s: seconds of a worker's start, as measured before; None for none.
+        now: current time on the monotonic clock.
+        start_s: measured seconds of a worker's start; None if none was measured.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Scaler:
         return self._fleet.paid
 
     def stop_admission(self) -> None:
-        """Begin no further row, and start no further worker."""
+        """Start no further row and no further worker."""
         self._fleet.stop_admission()
         self._next = float("inf")
 
     def step(
         self, foresight: Foresight, progress: Progress, now: float, has_rows_left: bool
     ) -> int:
-        """Look at the engines, resize the fleet if it is time, and return how many decode."""
+        """Check the engines, resize the fleet if that is due, and return how many engines decode."""
         self._fleet.poll()
         if self._start_s is None and self._fleet.running.total:
             self._start_s = now - self._began

@@ -58,9 +58,10 @@ def settle(claimed: Claim) -> dict[str, Any]:
 
 
 def end_run(config: JobConfig, run: Run, summary: dict[str, Any], at_end: ExitStack) -> None:
-    """Write the summary of rows that were counted, then ``_SUCCESS``, and the report at the end.
+    """Write the summary of counted rows, then ``_SUCCESS``, and the report last.
 
-    Raises TooManyErrors. A share of few rows says little: ``finish`` judges all shards together.
+    Raises TooManyErrors if too many rows are errors. A shard is not judged by itself, since it may
+    have few rows: ``finish`` judges all shards together.
     """
     run.publish(SUMMARY, json_bytes(summary))
     if config.execution.shard is None:
@@ -71,7 +72,7 @@ def end_run(config: JobConfig, run: Run, summary: dict[str, Any], at_end: ExitSt
 
 
 def remove_duplicates(claimed: Claim) -> str:
-    """Count the ids in the files, and remove second rows. Return the key of the files as they were counted.
+    """Count the ids in the files and remove second copies of rows. Return files_key of the files that were counted.
 
     Raises Incomplete if ids are missing.
     """
@@ -113,7 +114,7 @@ def _checks(claimed: Claim, there: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_error_rate(counts: dict[str, Any], max_error_rate: float) -> None:
-    """Raise TooManyErrors for the counts of a run."""
+    """Raise TooManyErrors if a run's counts have a larger share of error rows than allowed."""
     codes = ", ".join(f"{code} {count}" for code, count in counts["error_codes"].items())
     if counts["rows"] and counts["errors"] == counts["rows"]:
         raise TooManyErrors(

@@ -1,9 +1,9 @@
 """Turn signals into KeyboardInterrupt: SIGINT, SIGTERM, SIGHUP, and interrupts from the job's own threads.
 
-All raise KeyboardInterrupt in the main thread. Libraries may swallow it, as compiled code does that
-imports a module. So it is raised again every AGAIN_S until the main thread is seen to unwind, and
-what a half-imported module raises in its place counts as the interrupt. Signals that arrive while
-the main thread unwinds, or later, are ignored, so that the job can clean up and report how it ends.
+All raise KeyboardInterrupt in the main thread. Libraries may swallow it, for example compiled code
+that imports a module. So it is raised again every AGAIN_S until the main thread unwinds, and an
+error of a half-imported module in its place counts as the interrupt. Signals that arrive while the
+main thread unwinds, or later, are ignored, so that the job can clean up and report how it ended.
 
     with interruptible():
         work()
@@ -28,17 +28,16 @@ AGAIN_S = 0.2  # seconds between two attempts to raise an interrupt
 
 @dataclass(slots=True)
 class Interrupts:
-    """The interrupts of this process.
+    """State of the interrupts of this process.
 
     Attributes:
-        depth: ``interruptible`` contexts that are open.
-        is_from_outside: a signal of FROM_OUTSIDE has arrived in the outermost of them.
-        is_pending: an interrupt was raised, and its exception has not arrived where it ends
-            something.
-        error_before: the exception that was being handled when the outermost context was entered.
-        handlers_before: the handlers to put back.
-        alarm_before: the handler of AGAIN to put back.
-        report_before: the ``sys.unraisablehook`` to put back.
+        depth: number of open ``interruptible`` contexts.
+        is_from_outside: whether a signal of FROM_OUTSIDE has arrived in the outermost of them.
+        is_pending: whether an interrupt was raised whose exception no handler has accepted yet.
+        error_before: exception that was being handled when the outermost context was entered.
+        handlers_before: signal handlers to restore.
+        alarm_before: handler of AGAIN to restore.
+        report_before: ``sys.unraisablehook`` to restore.
     """
 
     depth: int = 0
@@ -55,12 +54,12 @@ _state = Interrupts()
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C. Signals that the parent ignores, as
-    under nohup, stay ignored.
+    """Make SIGTERM, SIGHUP and ``interrupt`` act like Ctrl-C while the context is open.
 
-    A signal from outside always leaves this context as KeyboardInterrupt, whatever libraries made
-    of it, unless ``accept_interrupt`` was called. Only the main thread gets signals; in another
-    thread nothing changes.
+    Signals that the parent ignores, for example under nohup, stay ignored. A signal from outside
+    always leaves this context as KeyboardInterrupt, even if a library turned it into another error,
+    unless ``accept_interrupt`` was called. Only the main thread gets signals; in another thread
+    nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -129,18 +128,19 @@ def interrupt() -> None:
 
 
 def is_interrupted() -> bool:
-    """Return whether a signal from outside has arrived that has not ended its work yet."""
+    """Return whether a signal from outside has arrived and the interrupted work has not ended yet."""
     return _state.is_pending and _state.is_from_outside
 
 
 def check_not_interrupted() -> None:
-    """Raise KeyboardInterrupt again in the main thread, after code that may have swallowed it, such as imports."""
+    """Raise KeyboardInterrupt in the main thread if a signal has arrived. For use after code that
+    may swallow it, such as imports."""
     if is_interrupted():
         raise KeyboardInterrupt
 
 
 def accept_interrupt() -> None:
-    """End the interrupt, where its exception has arrived. Further signals from outside are ignored."""
+    """Stop raising the interrupt again: its exception has been handled. Further signals from outside are ignored."""
     _state.is_pending = False
     if signal.getsignal(AGAIN) is _interrupted:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -149,8 +149,9 @@ def accept_interrupt() -> None:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread if it is still in this context after these seconds,
-    whatever it waits for. Outside ``interruptible``, and in other threads, there is no limit.
+    """Raise TimeoutError in the main thread if the context is still open after these seconds, even in a blocking call.
+
+    Outside ``interruptible``, and in other threads, there is no limit.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(FROM_WITHIN) is not _interrupted:
@@ -181,9 +182,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def ignore_until_exit() -> None:
-    """Ignore the signals of FROM_OUTSIDE in a process that ends and starts no other, which would inherit it.
+    """Ignore the signals of FROM_OUTSIDE until this process has exited.
 
-    Handlers of Python are gone before the process is.
+    Python's handlers are removed before the process is gone, so a late signal would change its exit
+    code. It must start no process afterwards, which would inherit the setting.
     """
     for number in FROM_OUTSIDE:
         signal.signal(number, signal.SIG_IGN)

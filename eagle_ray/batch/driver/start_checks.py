@@ -1,12 +1,14 @@
-"""Checks before a start: may this job write to its output, and which rows would it generate? Nothing is written.
+"""Checks before a start: whether this job may write to its output, and which rows it would
+generate. Nothing is written.
 
     check_start(plan).needs_rows       # True
 
-**Changed inputs**: a row of a changed file must be the one that it was, and none may be gone.
-Without an id column, an id is made from the file's name and the row's number. So tomorrow's
-prompts.jsonl, in another directory, has today's ids and would get today's output. An answer from a
-file that is no longer in the input stands if the input has its row under the same id, as after a
-move. If a file is not in the input's index, its whole content must be there under another name.
+**Changed inputs**: the rows of a changed file must make the requests that they made before, and
+none may be gone. Without an id column, an id is made from the file's name and the row's number. So
+tomorrow's prompts.jsonl, in another directory, has today's ids and would get today's output. An
+answer from a file that is no longer in the input is kept if the input has its row under its id, for
+example after a move. If that file is not in the input's index, its whole content must be there
+under another name.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def checked_bounds(config: JobConfig) -> RunBounds:
 
 
 def check_changes(plan: InputPlan, output: StoragePath) -> None:
-    """Raise OutputMismatch if rows that the run has recorded of its input are other rows now, or are gone."""
+    """Raise OutputMismatch if input rows that the run has recorded have changed or are gone."""
     changed, gone = plan.changes.changed, plan.changes.gone
     if number := sum(map(len, changed.values())) + sum(len(rows["id"]) for rows in gone.values()):
         names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
@@ -157,13 +159,13 @@ def check_sources(
     files: Iterable[StoragePath],
     dropped: Mapping[StoragePath, Digests],
 ) -> None:
-    """Raise OutputMismatch if an id that is asked for has rows from a file that is not in the input now.
+    """Raise OutputMismatch if the output has rows for an id of this input that came from a file outside this input.
 
     Ids and source files of the output's rows are read only if there may be such rows.
 
     Args:
-        recorded: the input files that the rows were made from.
-        files: the part files with the rows.
+        recorded: input files that the rows were made from.
+        files: part files with the rows.
         dropped: ids, by part file, whose rows the start removes.
     """
     contents = {content_of(fingerprint) for fingerprint in plan.fingerprints.values()}
@@ -194,7 +196,8 @@ def check_sources(
 
 
 def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StoragePath]) -> None:
-    """Refuse an input whose columns differ from those in the files, because no reader could read both."""
+    """Raise OutputMismatch if this input would give rows with other columns than the files have: no
+    reader could read both."""
     there = schema_of(files)
     if unread := plan.row_settings.intersection(unread_settings(there)):
         raise OutputMismatch(
@@ -210,16 +213,15 @@ def check_columns(output: StoragePath, plan: InputPlan, files: Sequence[StorageP
 
 @dataclass(frozen=True, slots=True)
 class CheckedStart:
-    """A start that has passed every check, and has written nothing yet.
+    """A start that has passed every check and has written nothing yet.
 
     Attributes:
-        earlier: what the output holds.
-        index: the ids in its files; None if the output was found complete for this input.
-        missing: what the files hold if rows are to be generated; None if they are to be counted
-            first.
+        earlier: the run in the output directory.
+        index: index of the ids in its files; None if the output was found complete for this input.
+        missing: counts of complete and missing rows; None if rows are still to be counted.
         errors: ids of the error rows to drop, by file.
         needs_rows: whether rows are to be generated.
-        bounds: by when that shall be done, and what it may cost.
+        bounds: deadline and budget.
     """
 
     earlier: EarlierRun

@@ -4,9 +4,9 @@ A killed run cannot record its end. On its own machine its process is looked up;
 without a sign of life for long is called silent. The summary, which ``_summary.json`` and
 ``report.html`` show, is counted from the rows.
 
-    print(status_text(status_of(StoragePath.of("runs/a")))) # run 5f0c2a91d3b7 in runs/a: running,
-    attempt 2 (since 2026-11-21T19:02:11+00:00) # last sign of life 4 s ago: 40 of 96 rows, 32 in
-    files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
+    print(status_text(status_of(StoragePath.of("runs/a"))))
+    # run 5f0c2a91d3b7 in runs/a: running, attempt 2 (since 2026-11-21T19:02:11+00:00)
+    # last sign of life 4 s ago: 40 of 96 rows, 32 in files, 0 errors · 812 tokens/s · tau 4.31 · 17 s left
 
     summarize_run(run)["total"]["rows"]      # 480
 """
@@ -79,9 +79,9 @@ class RunStatus:
             life for long: probably killed) or stopped.
         outcome: why it stopped.
         quiet_s: seconds since its last sign of life.
-        process: the driver's, if recorded.
-        progress: ``_progress.json`` of this attempt.
-        total: the counts of ``_summary.json`` of a finished run.
+        process: the driver's process, if recorded.
+        progress: content of ``_progress.json`` of this attempt.
+        total: counts in ``_summary.json`` of a finished run.
     """
 
     output: str
@@ -158,7 +158,8 @@ def state_of(output: StoragePath) -> RunState:
 
 
 def sharded_statuses(root: StoragePath) -> dict[str, RunStatus | None]:
-    """Return the status of each shard of an output, None for one that has not started. Without shards: none."""
+    """Return the status of each shard of an output, None for a shard that has not started. The list
+    is empty without shards."""
     plan = read_shard_plan(root)
     outputs = shard_outputs(root, plan["count"]) if plan else {}
     return {
@@ -321,10 +322,10 @@ def stored_summary(output: StoragePath) -> dict[str, Any] | None:
 
 
 def summarize_run(run: Run, parts: Sequence[StoragePath] = ()) -> dict[str, Any]:
-    """Return the content of ``_summary.json`` for what the files hold now.
+    """Compute the content of ``_summary.json`` from the rows in the files.
 
     Args:
-        parts: see facts_of_attempt.
+        parts: outputs of shards, as in facts_of_attempt.
     """
     columns = manifest_of(run.output)["config"]["input"].get("columns", {})
     counts = summarize_rows(run.data, bool(columns.get("turns")))
@@ -335,7 +336,7 @@ def summarize_rows(data: StoragePath, has_turns: bool) -> dict[str, Any]:
     """Return the part of ``_summary.json`` that is counted from the rows.
 
     Args:
-        has_turns: whether they are conversations.
+        has_turns: whether the rows are turns of conversations.
     """
     by = GROUP_BY if has_column(data, GROUP_BY) else None
     read = partial(read_tables, data)
@@ -356,11 +357,11 @@ def summarize_rows(data: StoragePath, has_turns: bool) -> dict[str, Any]:
 def facts_of_attempt(
     run: Run, total: dict[str, Any], parts: Sequence[StoragePath] = ()
 ) -> dict[str, Any]:
-    """Return the facts of the summary that depend on the attempt and not on the files alone.
+    """Return the facts of the summary that do not follow from the rows, such as time, cost and versions.
 
     Args:
-        total: the run's counts.
-        parts: outputs of shards that made the rows, if the run itself did not.
+        total: counts of the run's rows.
+        parts: outputs of the shards that made the rows, if the run itself did not.
     """
     estimate = read_derived_record(run.output / ESTIMATE, EstimateRecord, NO_ESTIMATE)
     is_same = (
@@ -395,7 +396,8 @@ def _bounds(work: dict[str, Any] | None, spent: dict[str, Any] | None) -> dict[s
 def usage_of(output: StoragePath) -> tuple[dict[str, float] | None, bool]:
     """Return the seconds of the run and its workers over all attempts so far, and whether they are known.
 
-    None are there of a run that has recorded no progress yet. None are known if its record is damaged.
+    The seconds are None for a run that has recorded no progress yet (known), and for one whose
+    record is damaged (unknown).
     """
     progress = _progress_of(output)
     if progress is None:
@@ -455,9 +457,10 @@ def write_report(output: StoragePath, summary: dict[str, Any]) -> None:
 def counted_rows(
     output: StoragePath, since: datetime | None = None
 ) -> tuple[int | None, int | None]:
-    """Return the rows and the error rows of the summary; with `since`, of reports after that time.
+    """Return the rows and the error rows that the summary counts, or None for each if unknown.
 
-    Both are None if they are not known.
+    Args:
+        since: read them from the last progress report instead, if it is not older than this.
     """
     if since is None:
         total = (read_derived_record(output / SUMMARY, SummaryRecord) or {}).get("total", {})

@@ -2,8 +2,8 @@
 
     {"reason": "max_dollars", "rows_left": 5210, "spent": 39.6, "dollars_left": 21.3, "command": "eagle-ray run ..."}
 
-It is there until the next attempt begins. An output that has it has no ``_SUCCESS``, so nothing that
-reads finished runs takes it for one.
+The next attempt deletes it. An output with this file has no ``_SUCCESS``, so readers of finished
+runs skip it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_not_stopped(claimed: Claim, reason: str) -> None:
     """Write ``_STOPPED.json`` and raise BoundReached, unless all rows are complete despite the bound.
 
     Args:
-        reason: the key of `execution` at which no further row began.
+        reason: key of `execution` whose bound stopped the run.
     """
     rows_left = claimed.count().num_missing
     if not rows_left:
@@ -58,7 +58,8 @@ def check_not_stopped(claimed: Claim, reason: str) -> None:
 
 
 def command_of(arguments: list[str]) -> str | None:
-    """Return the command line of this process; None if it is another program's, or may hold a secret."""
+    """Return this process's command line for a user to repeat; None if it is not eagle-ray's, or
+    may contain a secret."""
     program, *words = arguments
     if Path(program).name != CLI_NAME or any(SECRET_SECTION in word for word in words):
         return None

@@ -14,7 +14,7 @@ EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)(:|$)")
 
 
 def reason_of(error: RayError) -> Exception:
-    """Return the reason why a stream failed as one line, or as the worker's own error if that ends a job."""
+    """Return why a stream failed, as one line; or the worker's own error, if that is one that ends a job."""
     reason = _root_cause(error)
     if isinstance(reason, (JobError, ConfigError)):
         return type(reason)(str(reason).partition("\n")[0])
@@ -36,7 +36,7 @@ def _root_cause(error: Exception) -> Exception:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the exception's own line from Ray's text, which is a traceback, often followed by advice."""
+    """Return the line with the exception itself from Ray's text: a traceback, often followed by advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]

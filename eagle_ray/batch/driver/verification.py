@@ -1,8 +1,8 @@
 """Verification: run the checks of report.baseline_rows and report.verify_rows after all rows are written.
 
 Rows are chosen evenly by id from the successful ones and decoded again in a worker with the
-resources of the job's workers. The speed-up is timed there, and stored outputs are compared with
-plain decoding's. Nothing is stored on the way: a lost check is repeated.
+resources of the job's workers. There the speed-up is timed, and stored outputs are compared with
+those of plain decoding. Intermediate results are not stored: an interrupted check starts again.
 
     run_checks(config, plan, run, {"verify_rows": 100})["verify_rows"]["identical"]      # 100
 """
@@ -228,7 +228,8 @@ def check_in_worker(
 def check_chosen(
     config: JobConfig, run: Run, chosen: dict[str, list[ChosenRow]], plan: WorkerPlan
 ) -> dict[str, dict[str, Any]]:
-    """Run the checks in this process, the Ray task of `check_in_worker`. Return the result of each by its name."""
+    """Run the checks in this process, which is the Ray task of `check_in_worker`. Return each
+    check's result by its name."""
     with start_cache(run):
         comparison = BaselineComparison(config, plan)
     checks = {

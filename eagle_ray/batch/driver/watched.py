@@ -1,4 +1,4 @@
-"""A run that is watched while it answers rows: its limits, its bounds, and workers that follow them.
+"""Watch a run while it answers rows: stop it at its limits and bounds, and resize its fleet.
 
 with fleet_of(claimed, elastic_plan) as fleet:      # None unless workers come and go
     with watched(claimed, missing, workers, progress, max_starts, fleet):
@@ -36,7 +36,8 @@ FEEDER = WorkerPlan(1, 1)  # an actor without resources hands batches to the eng
 
 @dataclass(frozen=True, slots=True)
 class ElasticPlan:
-    """What a run with a fleet needs: resources and arguments of its engines, and the batches of each."""
+    """What a run with a changing number of workers needs: its engines' resources and arguments, and
+    the batches per engine."""
 
     workers: WorkerPlan
     arguments: tuple
@@ -45,7 +46,7 @@ class ElasticPlan:
 
 @contextmanager
 def fleet_of(claimed: Claim, plan: ElasticPlan) -> Iterator[Fleet | None]:
-    """Open a fleet without engines, or None if the number of workers stays as it is."""
+    """Open a fleet that has no engines yet, or return None if the number of workers is fixed."""
     execution = claimed.plan.config.execution
     if not execution.is_elastic:
         yield None
@@ -67,7 +68,7 @@ def watched(
     """Watch a run while the context is open. Raises as execute does.
 
     Args:
-        max_starts: starts of workers without a good row in between.
+        max_starts: worker starts in a row without a successful row between them.
         fleet: engines that come and go, or None.
     """
     config, bounds = claimed.plan.config, claimed.start.bounds

@@ -1,10 +1,10 @@
 """Carried columns: their names in the output, their types, and the conversion of their values.
 
 The types of carried columns are fixed before the job starts. A Parquet column keeps its Arrow type,
-and its values are never Python's. Types of several files are joined upwards: null below everything,
-integers below floats, decimals below those with more digits, JSON text above incompatible types,
-and CSV_TEXT above JSON. Lists and objects of JSONL files have no Arrow type and are JSON text. In
-JSON text, bytes are base64, and dates, times and decimals are texts.
+and its values are not converted to Python. If files differ, the wider type is used: anything is
+wider than null, floats than integers, decimals with more digits than those with fewer, JSON text
+than incompatible types, and CSV_TEXT than JSON. Lists and objects of JSONL files have no Arrow type
+and are JSON text. In JSON text, bytes are base64, and dates, times and decimals are texts.
 
     >>> joined_type(pa.int64(), pa.float64())
     DataType(double)
@@ -33,12 +33,12 @@ CSV_TEXT = pa.large_string()
 
 @dataclass(frozen=True, slots=True)
 class CarriedColumn:
-    """A column to pass through.
+    """A column that goes unchanged from the input to the output.
 
     Attributes:
         source: its name in the input.
         name: its name in the output.
-        type: the joined type of its values; `field_of` gives the output column's.
+        type: type of its values, joined over all files; `field_of` gives the output column's type.
     """
 
     source: str
@@ -82,7 +82,7 @@ def _unused_name(name: str, taken: Container[str]) -> str:
 
 
 def type_of(value: Any) -> pa.DataType:
-    """Return the type of a value parsed from JSON; an unreadable value has none."""
+    """Return the carried type of a value parsed from JSON; an unreadable value counts as null."""
     if value is None or isinstance(value, RequestError):
         return pa.null()
     if isinstance(value, bool):
@@ -99,7 +99,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:
-    """Return the carried type of a Parquet column: its own, but for extension types and the widths of text."""
+    """Return the carried type of a Parquet column: its own type, with extension types and text widths made plain."""
     if isinstance(declared, pa.BaseExtensionType):
         return type_in_parquet(declared.storage_type)
     if pa.types.is_large_string(declared) or pa.types.is_string_view(declared):
@@ -108,7 +108,7 @@ def type_in_parquet(declared: pa.DataType) -> pa.DataType:
 
 
 def decoded_type(type_: pa.DataType) -> pa.DataType:
-    """Return the type without dictionary encoding, which is applied when the file is written."""
+    """Return a type without dictionary encoding, which is applied again when the file is written."""
     if isinstance(type_, pa.BaseExtensionType):
         return decoded_type(type_.storage_type)
     if pa.types.is_dictionary(type_):
@@ -178,7 +178,7 @@ def joined_type(a: pa.DataType, b: pa.DataType) -> pa.DataType:
 
 
 def join_into(types: dict[str, pa.DataType], more: Mapping[str, pa.DataType]) -> None:
-    """Add columns to `types`, and widen the types of columns that are already in it."""
+    """Update `types` with further columns: new ones are added, known ones get the joined type."""
     for name, type_ in more.items():
         types[name] = joined_type(types.get(name, type_), type_)
 
@@ -191,7 +191,7 @@ def field_of(name: str, type_: pa.DataType) -> pa.Field:
 
 
 def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
-    """Return Python values in the decoded type of a carried column; CSV numbers are texts before."""
+    """Convert Python values to a column of a carried type, without dictionary encoding; CSV values are still texts."""
     as_type = _converter(type_)
     absent = (type(None), RequestError)
     decoded = decoded_type(field_of("", type_).type)
@@ -199,7 +199,7 @@ def column_of(values: Iterable[Any], type_: pa.DataType) -> pa.Array:
 
 
 def carry(column: pa.Array, type_: pa.DataType) -> pa.Array:
-    """Return a Parquet column in the decoded type of a carried column."""
+    """Convert a Parquet column to a carried type, without dictionary encoding."""
     if type_ not in (JSON, CSV_TEXT):
         try:
             return column.cast(decoded_type(field_of("", type_).type))

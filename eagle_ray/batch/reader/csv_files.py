@@ -1,9 +1,9 @@
 """Read rows of CSV files (RFC 4180): a header, then one record per row. Quoted values may contain newlines.
 
-Values are texts and an empty one is null, but for sampling columns, which are numbers. A record
-that is not CSV is one bad row of its first line: reading goes on at the line after it, so that a
-quote without its end costs one row and not the rest of the file. Memory is bounded by
-MAX_RECORD_BYTES. Whether the last value of a file without a last line end is whole cannot be told.
+Values are texts, an empty value is null, and sampling columns are numbers. A malformed record is
+one bad row: reading goes on at the line after its first line, so that an unclosed quote costs one
+row and not the rest of the file. Memory is bounded by MAX_RECORD_BYTES. If a file does not end with
+a line end, its last value may be cut, which cannot be detected.
 
     >>> from io import BytesIO
     >>> [row for _, _, row in rows_in_csv(BytesIO(b'id,prompt\\n7,"Hi,\\nyou"\\n'), "a.csv")]
@@ -41,7 +41,8 @@ _SETTING_TYPES = {field.name: field.type for field in ROW_FIELDS}
 def rows_in_csv(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and values of every record from byte `start` on, which is at position `at`; 0: all.
+    """Yield byte offset, position and values of each record from byte `start` on, whose position is
+    start_position. 0 reads all.
 
     Blank lines are not rows, but are counted. Raises ConfigError if the header is invalid.
     """
@@ -70,7 +71,7 @@ def _is_part(header: list[str], values: list[str] | RequestError) -> bool:
 
 
 def type_of_csv_value(value: Any) -> pa.DataType:
-    """Return the type of one value: an integer, a float, a boolean, or CSV_TEXT, which holds any text."""
+    """Return the type of one value: integer, float, boolean, or CSV_TEXT for any other text."""
     if not isinstance(text := value, str):
         return type_of(value)
     if INTEGER.fullmatch(text):
@@ -195,7 +196,7 @@ def _parse_record(header: list[str], values: list[str] | RequestError) -> InputR
 
 
 def parse_csv_value(column: str, text: str) -> Any:
-    """Return a value of a CSV file: null if empty, a number in a sampling column, else text."""
+    """Convert a value of a CSV file: null if empty, a number in a sampling column, else text."""
     try:
         text.encode()
     except UnicodeError:

@@ -1,9 +1,9 @@
 """File slices: consecutive parts of input files that read tasks turn into requests, in any format.
 
-Parquet is split at row groups, every other format at the ends of its records: lines in JSONL and
-OpenAI batch files. A compressed file, and one that is read through fsspec, is one slice: its parts
-could only be read from its start. A malformed record is one bad row. Memory is bounded by a record
-or a batch.
+Parquet is split at row groups, every other format between records, which are lines in JSONL and
+OpenAI batch files. A compressed file, or one that is read through fsspec, is one slice, since it
+can only be read from its start. A malformed record is one bad row. Memory is bounded by a record or
+a batch.
 
 Directories such as ``lang=de`` are columns of the files below them (``InputFile.partitions``),
 except where a row has a column of that name. Their values are texts, but a run's own files tell the
@@ -79,7 +79,7 @@ class FileSlice:
     Blank lines are not rows, but row indices count them.
 
     Attributes:
-        start: row group (Parquet) or byte offset.
+        start: row group (Parquet) or byte offset at which it begins.
         first: position of the first row.
     """
 
@@ -89,13 +89,18 @@ class FileSlice:
     num_rows: int
 
     def truncate(self, num_rows: int) -> FileSlice:
-        """Return the slice's first rows."""
+        """Return a slice with only the first rows of this one."""
         return dataclasses.replace(self, num_rows=num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a slice: their positions, the values that requests are made of, and the carried columns."""
+    """Some rows of a slice.
+
+    Attributes:
+        rows: position and request values of each row.
+        carried: carried columns of the rows, by name.
+    """
 
     rows: list[PlacedRow]
     carried: dict[str, pa.Array]
@@ -103,7 +108,7 @@ class Chunk:
 
 @contextmanager
 def reading(file: InputFile) -> Iterator[None]:
-    """Raise ConfigError naming the file if the body cannot read it."""
+    """Turn errors of reading a file in this context into a ConfigError that names the file."""
     try:
         yield
     except StorageError:  # the storage is at fault, not the file
@@ -121,8 +126,8 @@ def chunks_in(
     read now.
 
     Args:
-        needed: columns that rows need of Parquet; other formats have all of theirs.
-        carried: the carried columns' types over all files.
+        needed: columns that requests need, to be read from Parquet; other formats are read whole.
+        carried: types of the carried columns, joined over all files.
     """
     file_slice.file.check_unchanged()
     read = _columnar_chunks if file_slice.file.format in COLUMNAR else _record_chunks
@@ -149,7 +154,9 @@ def _unreadable_error(file: InputFile, error: Exception) -> ConfigError:
 
 @contextmanager
 def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file. Raises ConfigError naming it if it or what the body reads of it is
+    """Open a Parquet file in a context.
+
+    Raises ConfigError that names the file if it, or what is read from it in the context, is
     damaged; OutputDamaged if it is another run's part file.
     """
     if file.format == RUN_FORMAT:
@@ -166,10 +173,10 @@ def open_columnar(file: InputFile) -> Iterator[pq.ParquetFile]:
 
 
 def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[str, pa.Scalar]:
-    """Return the file's partition columns.
+    """Return the values of a file's partition columns, from its path.
 
     Args:
-        types: known types; columns of others are texts, and null has no type.
+        types: known types; columns that are not there are texts, and null values have no type.
     """
     scalars = {}
     for name, text in file.partitions.items():
@@ -189,7 +196,7 @@ def partition_scalars(file: InputFile, types: pa.Schema | None = None) -> dict[s
 
 
 def with_values(row: InputRow, values: Mapping[str, Any]) -> InputRow:
-    """Return the row with the values of partition columns that it does not have itself."""
+    """Return the row with the partition columns that it does not have itself."""
     return {**values, **row} if values and isinstance(row, dict) else row
 
 
@@ -259,9 +266,9 @@ def _value_or_error(
 def records_in(
     file: InputFile, start: int, start_position: RowPosition
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and columns of every record from byte `start` on, which is at start_position.
+    """Yield byte offset, position and columns of each record from byte `start` on, whose position is start_position.
 
-    A last line that is not whole is left out, since another process may be writing it.
+    An incomplete last line is left out, since another process may be writing it.
     """
     with file.open() as stream:
         if start == 0:
@@ -304,7 +311,7 @@ def _check_kind(first_bytes: bytes, file: InputFile) -> None:
 
 
 def partitions_in(parquet: pq.ParquetFile, file: InputFile) -> dict[str, pa.Scalar]:
-    """Return the partition columns that are in the file's path and not in the Parquet file itself."""
+    """Return the partition columns of a file's path that the Parquet file itself does not contain."""
     schema = parquet.schema_arrow
     scalars = partition_scalars(file, partition_types(schema))
     return {name: scalar for name, scalar in scalars.items() if name not in schema.names}
@@ -321,7 +328,7 @@ def columnar_batches(
     groups: list[int],
     carried: Iterable[str] = (),
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches of some row groups: columns of requests as Python rows, carried ones as Arrow columns."""
+    """Yield batches of some row groups: the columns of requests as Python rows, the carried ones as Arrow columns."""
     if file.format == RUN_FORMAT:
         return batches_in_run(parquet, file.path, needed, groups, carried)
     return batches_in_parquet(parquet, file, needed, groups, carried)
@@ -365,10 +372,10 @@ class RequestReader:
     """Reads slices of the input as requests. Pickled into every read task.
 
     Attributes:
-        columns: what requests are made of.
-        carried_columns: in order.
+        columns: columns that requests are made of.
+        carried_columns: carried columns, in the order of the output.
         job_shard: the part of the rows that this process runs; None for all.
-        is_private: errors of rows quote none of their values.
+        is_private: whether errors must not quote values of rows.
     """
 
     files: tuple[InputFile, ...]
@@ -378,7 +385,7 @@ class RequestReader:
     is_private: bool = False
 
     def rows(self, file_slice: FileSlice) -> Iterator[tuple[InputRow, RowLocation]]:
-        """Yield the rows of a slice as they are read, with their places."""
+        """Yield the rows of a slice, not yet parsed, with their locations."""
         for chunk in chunks_in(file_slice, self.columns.needed, self._source_types):
             yield from (
                 (row, file_slice.file.location_of(position)) for position, row in chunk.rows
@@ -402,7 +409,7 @@ class RequestReader:
 
     @property
     def carried_fields(self) -> list[pa.Field]:
-        """Return the output columns of the carried columns."""
+        """Return the carried columns as fields of the output's schema."""
         return [column.field for column in self.carried_columns]
 
     @property
@@ -438,7 +445,7 @@ def read_requests(
     done: np.ndarray | None = None,
     rows_per_block: int = BLOCK_ROWS,
 ) -> Any:
-    """Return requests in file order (if execution preserves order), in blocks of about rows_per_block rows.
+    """Return a Dataset of requests in blocks of about rows_per_block rows, in file order if execution preserves order.
 
     Args:
         done: for each row of the slices, in order, whether to leave it out. A slice whose rows are

@@ -79,12 +79,12 @@ OUTPUT_OUTSIDE_INPUT = (
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file.
+    """An input file with its format and version.
 
     Attributes:
-        name: path below the glob's root, which is part of the ids made for rows without one.
+        name: path below the glob's root; rows without an id column get ids that contain it.
         format: parquet, jsonl, csv, openai_batch or run.
-        version: version that distinguishes the file's contents from others.
+        version: token of the file's current content, which changes when the file does.
     """
 
     storage_path: StoragePath
@@ -99,7 +99,7 @@ class InputFile:
 
     @property
     def can_split(self) -> bool:
-        """Return whether its lines can be read from any offset: a compressed file only from its start."""
+        """Return whether it can be read from the middle, which a compressed file cannot."""
         return not self.is_compressed and (self.storage_path.is_local or self.storage_path.is_s3)
 
     @property
@@ -108,11 +108,11 @@ class InputFile:
 
     @property
     def partitions(self) -> dict[str, str | None]:
-        """Return columns and values from the names of its directories (Hive partitions)."""
+        """Return the partition columns and values in the names of its directories (Hive partitions)."""
         return {} if self.format == RUN_FORMAT else partition_values(self.name)
 
     def open(self) -> BinaryIO:
-        """Return the content, decompressed. Raises FileNotFoundError."""
+        """Open its decompressed content as a stream. Raises FileNotFoundError."""
         open_file = self.storage_path.open
         return open_file() if self._codec is None else open_decompressed(open_file, self._codec)
 
@@ -121,7 +121,7 @@ class InputFile:
         return CODECS.get(_suffixes(self.storage_path)[1])
 
     def location_of(self, position: RowPosition) -> RowLocation:
-        """Return the location of one of its rows."""
+        """Return the location of one of its rows, from the row's position."""
         return RowLocation(self.name, self.path, position)
 
     def check_unchanged(self) -> None:
@@ -156,12 +156,13 @@ class InputFile:
 def find_files(
     patterns: str | list[str], format_: str, allow_unfinished: bool = False
 ) -> tuple[InputFile, ...]:
-    """Return every file that the patterns name: patterns in order, each one's files sorted, without duplicates.
+    """Return all files that the patterns name, in the order of the patterns, each pattern's files
+    sorted, no file twice.
 
     Raises ConfigError.
 
     Args:
-        allow_unfinished: read the files of an unfinished run, too, for a pattern run:DIR.
+        allow_unfinished: accept the files of an unfinished run, too, for a pattern run:DIR.
     """
     inputs: dict[StoragePath, InputFile] = {}
     patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -192,7 +193,7 @@ def find_files(
 def fixed_patterns(
     patterns: str | list[str], known: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the patterns with a commit for each revision of the hub, and the commits. Raises ConfigError.
+    """Return the patterns with each revision on the hub replaced by its commit, and these commits. Raises ConfigError.
 
     Args:
         known: commits that earlier attempts have read, by repository and revision.
@@ -212,7 +213,7 @@ def is_run(pattern: str) -> bool:
 
 
 def run_directory(pattern: str) -> StoragePath:
-    """Return the output directory that run:DIR names. Raises ConfigError."""
+    """Return the output directory that a pattern run:DIR names. Raises ConfigError."""
     return named_path(f"input.path: {pattern}", pattern.removeprefix(RUN_PREFIX))
 
 
@@ -248,7 +249,8 @@ def _run_format(patterns: list[str], format_: str) -> str:
 
 
 def resolve_pattern(pattern: str) -> StoragePath:
-    """Return the pattern as an absolute path with its wildcards. Raises ConfigError if it cannot be one."""
+    """Return the pattern as an absolute path that still has its wildcards. Raises ConfigError if
+    that is not possible."""
     if pattern.startswith("embedded:"):
         if pattern not in EMBEDDED_PROMPTS:
             raise ConfigError(
@@ -353,7 +355,7 @@ def _suffixes(location: StoragePath) -> tuple[str, str]:
 
 
 def advice_on(file: InputFile) -> str | None:
-    """Return what kind of file an unreadable input is, and what to do; None if its first bytes do not tell."""
+    """Return what kind of file an unreadable input is, and how to use it; None if its first bytes are not known."""
     start = _start_of(file.storage_path)
     if file.is_compressed:
         return advice_on_packed(start, file.storage_path)
@@ -394,9 +396,10 @@ def _hint(pattern: str) -> str:
 
 
 def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
-    """Raise ConfigError if the input, a directory or a glob, includes files that the run will write.
+    """Raise ConfigError if an input pattern would match files that the run will write.
 
-    Checked before there are any, since a run with its own output as input could not be resumed.
+    It is checked before there are any such files: a run that reads its own output could not be
+    resumed.
     """
     for pattern in [input_path] if isinstance(input_path, str) else input_path:
         directory = resolve_pattern(pattern)
@@ -420,8 +423,8 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
 def check_not_run_output(files: Iterable[InputFile], output: StoragePath) -> None:
     """Raise ConfigError naming an input file that is one of the output's own files.
 
-    Links are followed once for each directory, since following them costs a system call for each
-    part of a path.
+    Symbolic links are resolved once per directory, since that costs a system call for each part of
+    a path.
     """
     data = output / DATA
     is_inside = functools.cache(lambda path: path.relative_to(data) is not None)

@@ -5,11 +5,11 @@ S3's ETag identifies an object's content. A local file's time does not: a copy, 
 run first meets it, for a digest, and again if its state has changed. The state is its inode and
 ctime, which no program can set. A file that changed less than SETTLED_NS before it was read has no
 state, because a second change could fall into the same tick of the file system's clock: it is read
-again at the next start. Files of more than MAX_HASHED_BYTES are compared by size and time only, since
-hashing terabytes at every start would take too long.
+again at the next start. Files of more than MAX_HASHED_BYTES are compared by size and time only,
+since hashing terabytes at every start would take too long.
 
-    fingerprints(plan.files, known={}) # {'/data/in.jsonl': {'size': 12, 'mtime_ns':
-    1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
+    fingerprints(plan.files, known={})
+    # {'/data/in.jsonl': {'size': 12, 'mtime_ns': 1700000000000000000, 'state': '5-17...', 'digest': '0a2f...'}}
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use, FAT's
 def fingerprints(
     files: Iterable[InputFile], known: Mapping[str, Fingerprint]
 ) -> dict[str, Fingerprint]:
-    """Return fingerprints by path, of the files as they were found.
+    """Return the fingerprint of each file as it is now, by path.
 
     Args:
         known: recorded fingerprints; a file with a recorded version and state is not read again.
@@ -59,7 +59,7 @@ def fingerprints(
 
 
 def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
-    """Return whether a local file of lines has the recorded content, and more after it.
+    """Return whether a local file of lines is the recorded file with further lines appended.
 
     The recorded last line may have been cut: it was no row then (``rows_in_jsonl``). If it was a
     row, it must not have become another one.
@@ -88,11 +88,11 @@ def begins_with(file: StoragePath, was: Fingerprint, now: Fingerprint) -> bool:
 
 
 def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]) -> None:
-    """Raise InputChanged if a local file is no longer the one that was scanned.
+    """Raise InputChanged if a local file has changed since it was scanned.
 
     Args:
-        noted: fingerprints by path. A file of which only the time changed is read again if its
-            digest is recorded. Readers check S3 objects themselves: an ETag is valid everywhere, a
+        noted: fingerprints by path. If only a file's time has changed, its content is compared with
+            the recorded digest. Readers check S3 objects themselves: an ETag is valid everywhere, a
             local time only on this machine.
     """
     for file in files:
@@ -104,7 +104,7 @@ def check_unchanged(files: Iterable[InputFile], noted: Mapping[str, Fingerprint]
 
 @contextmanager
 def detect_changes(files: Sequence[InputFile], noted: Mapping[str, Fingerprint]) -> Iterator[None]:
-    """Raise InputChanged, as check_unchanged does, instead of an error that a changed file may have caused."""
+    """Raise InputChanged instead of an error that a changed file may have caused. Arguments as for check_unchanged."""
     try:
         yield
     except (ConfigError, Incomplete, WorkerDefect):

@@ -25,11 +25,10 @@ ROW_SETTINGS = frozenset(field.name for field in ROW_FIELDS)
 def request_columns(
     config: ColumnsConfig, template: PromptTemplate | None = None, of_run: bool = False
 ) -> RequestColumns:
-    """Return the configured columns. Without a configured prompt, every default prompt column of the rows is read.
+    """Return the columns that requests are read from. Without a configured prompt, all default prompt columns are read.
 
     Args:
-        of_run: the rows are those of another run, which have ids that are made for them, and no
-            prompt of their own.
+        of_run: whether the rows come from another run; these have ids, and no prompt of their own.
     """
     names = (*PROMPTS, "turns")
     configured = {
@@ -72,10 +71,10 @@ def _path(name: str, text: str) -> ColumnPath:
 def check_columns_exist(
     config: ColumnsConfig, columns: RequestColumns, types: dict[str, pa.DataType], has_csv: bool
 ) -> None:
-    """Check that configured columns exist in some file, and that there is a prompt.
+    """Raise ConfigError unless configured columns exist in some file, and there is a prompt.
 
     Args:
-        has_csv: some file is CSV.
+        has_csv: whether some file is CSV.
     """
     for name, path in [("id", columns.id), *columns.prompts.items()]:
         if path.text in ROW_SETTINGS:
@@ -127,11 +126,11 @@ def carried_names(
     types: dict[str, pa.DataType],
     is_private: bool = False,
 ) -> list[str]:
-    """Return the columns that input.passthrough names. Raises ConfigError for one that no file has.
+    """Return the columns that input.passthrough selects. Raises ConfigError for a column that no file has.
 
     Args:
-        is_private: "all" leaves out the columns that prompts are made of, also in part, and the
-            prompts of an earlier run.
+        is_private: whether "all" leaves out columns that hold prompts or parts of them, and prompts
+            of an earlier run.
     """
     if config.passthrough == "none":
         return []
@@ -157,7 +156,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def settings_line(names: Iterable[str]) -> str | None:
-    """Return one line that names the columns that set parameters of their rows, or None without any."""
+    """Return a log line that names the columns read as request parameters, or None without any."""
     listed = ", ".join(sorted(names))
     return (
         f"columns that set parameters of their rows: {listed}. Rename a column that is data."

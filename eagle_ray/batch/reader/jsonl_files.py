@@ -1,8 +1,8 @@
 """Rows of JSONL files, plain or of an OpenAI batch.
 
-A JSONL file has one JSON object a line. A line that is none is one bad row, and memory is bounded
-by a line. A last line without a line end that is not whole is a CutLine: the file may be one that
-another process appends to.
+A JSONL file has one JSON object per line. Any other line is one bad row, and memory is bounded by a
+line. An incomplete last line without a line end is a CutLine: another process may be appending to
+the file.
 
     >>> from io import BytesIO
     >>> list(rows_in_jsonl(BytesIO(b'{"prompt": "Hi"}\\n'), "a.jsonl"))
@@ -38,11 +38,12 @@ log = logging.getLogger("eagle_ray")
 
 
 class CutLine(RequestError):
-    """A last line that has no line end and is not whole. Another process may be appending the rest to the file."""
+    """Marks an incomplete last line without a line end. Another process may be appending the rest to the file."""
 
 
 class ZeroBytes(CutLine):
-    """The last line is incomplete and ends in zero bytes, as after a crash. Nothing may be appended to it."""
+    """Marks an incomplete last line that ends in zero bytes, for example after a crash. Nothing may
+    be appended to it."""
 
     def __init__(self, num_bytes: int):
         super().__init__(
@@ -54,7 +55,7 @@ class ZeroBytes(CutLine):
 def rows_in_jsonl(
     stream: BinaryIO, path: str, start: int = 0, start_position: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and columns of every line from byte `start` on, which is at position `at`.
+    """Yield byte offset, position and columns of each line from byte `start` on, whose position is start_position.
 
     Blank lines are not rows, but are counted.
     """
@@ -77,7 +78,7 @@ def rows_in_jsonl(
 def rows_in_batch(
     stream: BinaryIO, path: str, start: int = 0, at: RowPosition = FIRST
 ) -> Iterator[tuple[int, RowPosition, InputRow]]:
-    """Yield byte offset, position and columns of every line, as for a JSONL file."""
+    """Yield byte offset, position and columns of each line of an OpenAI batch file; arguments as for rows_in_jsonl."""
     return (
         (offset, at, parse_batch_line(line))
         for offset, at, line in rows_in_jsonl(stream, path, start, at)
@@ -85,9 +86,9 @@ def rows_in_batch(
 
 
 def detect_batch(file: InputFile) -> InputFile:
-    """Return the file as an OpenAI batch file if its lines are batch requests, else unchanged.
+    """Return the file with the format openai_batch if its lines are batch requests, else unchanged.
 
-    A file that cannot be read is returned as it is: the scan reports it.
+    An unreadable file is returned unchanged: the scan reports the error.
     """
     if file.format != "jsonl" or not _holds_requests(file):
         return file
@@ -142,7 +143,7 @@ def is_cut(line: bytes) -> bool:
 
 
 def is_json(line: bytes) -> bool:
-    """Return whether a line is JSON of any kind, however deep."""
+    """Return whether a line is valid JSON of any type and depth."""
     try:
         json.loads(line)
     except RecursionError:
@@ -153,7 +154,7 @@ def is_json(line: bytes) -> bool:
 
 
 def parse_line(line: bytes) -> InputRow:
-    """Return the columns of a line, or its error."""
+    """Return the columns of a line, or the error that makes it a bad row."""
     try:
         text = line.rstrip().decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeError as error:

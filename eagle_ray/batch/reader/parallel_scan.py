@@ -1,7 +1,7 @@
 """Scan large inputs on all cores of the cluster, in Ray tasks.
 
-Files are cut into pieces: JSONL at ends of lines, Parquet between row groups; any other file is one
-piece. The places of a piece's rows follow from the lines before it, so lines are counted first.
+Files are cut into pieces: JSONL between lines, Parquet between row groups; any other file is one
+piece. The row numbers of a piece depend on the lines before it, so lines are counted first.
 
     scan = ParallelScan(RowScanner(config, columns), lambda: join_cluster(config))
     for found in scan([FilePart(file)]):
@@ -140,7 +140,7 @@ def _num_bytes(part: FilePart) -> int:
 
 
 def in_tasks(function: Callable[..., Any], arguments: Iterable[tuple]) -> Iterator[Any]:
-    """Yield the results of Ray tasks in the order of their arguments. Raises what a task raised."""
+    """Run a function in Ray tasks and yield the results in the order of the arguments. Raises a task's own error."""
     import ray  # seconds to import: only for large inputs
 
     task = ray.remote(_call)
@@ -172,7 +172,7 @@ def _value_of(result: tuple[Exception | None, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class GroupScan:
-    """Scans consecutive pieces. There may be many groups, so the scanner is sent once."""
+    """A Ray task's function that scans a group of consecutive pieces. The scanner is sent once for all groups."""
 
     scanner: RowScanner
 

@@ -1,6 +1,6 @@
 """Convert rows of Arrow tables and Parquet files to Python values, one batch in memory at a time.
 
-A struct has every key of its column in every row. A null in one is taken as a key that the row does
+A Parquet struct has all keys in every row, so a null in a struct is read as a key that the row does
 not have.
 
     with pq.ParquetFile("a.parquet") as parquet:
@@ -53,9 +53,9 @@ def check_unique(parquet: pq.ParquetFile, file: InputFile) -> None:
 
 
 def arrow_rows(table: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """Return the rows as Python values: structs without nulls, float32 as short as it is written, JSON_VALUES read.
+    """Convert rows to Python values: structs without nulls, float32 with its short decimal form, JSON_VALUES parsed.
 
-    Bytes that are UTF-8 are texts, as Spark and Hive write texts of no declared type.
+    Bytes that are UTF-8 become texts, because Spark and Hive write texts without a declared type.
     """
     rows = table.to_pylist(maps_as_pydicts="lossy")
     for field in table.schema:
@@ -130,7 +130,7 @@ def batches_in_parquet(
     groups: list[int],
     carried: Iterable[str] = (),
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches of some row groups: the needed columns as rows, and the carried ones as they are.
+    """Yield batches of some row groups: the needed columns as Python rows, the carried ones as Arrow columns.
 
     Text that is not UTF-8 makes its row a bad one. Raises ConfigError naming a column with values
     that Python cannot hold.

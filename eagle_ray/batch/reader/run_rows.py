@@ -1,10 +1,10 @@
 """Rows of another run as input: ``input.path: run:runs/first`` reads the part files of that run.
 
-A finished row becomes an input row with the columns CONTEXT and the run's carried columns. How the
-first run was sampled, and what it measured, is not read, so none of it becomes a setting of the new
-row. The id is the first run's for sample 0. Further samples get ``#1``, ``#2`` ..., and later turns
-of a conversation ``@1`` before that: ``q7@1#2``. request_id and sample_index are carried as
-input_request_id and input_sample_index.
+A finished row becomes an input row with the columns CONTEXT and the run's carried columns. The
+first run's sampling parameters and measurements are not read, so they do not become parameters of
+the new row. For sample 0 the id is the one in the first run. Further samples get ``#1``, ``#2``
+..., and later turns of a conversation ``@1`` before that: ``q7@1#2``. request_id and sample_index
+are carried as input_request_id and input_sample_index.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _READ = (*CONTEXT, "status", "error_code", "error_message")
 
 
 def run_schema(parquet: pq.ParquetFile, path: str) -> pa.Schema:
-    """Return the input columns that the run's file has. Raises ConfigError for a file that no run wrote."""
+    """Return the columns of a run's part file that are read as input. Raises ConfigError for a file
+    that no run wrote."""
     stored = parquet.schema_arrow
     if (stored.metadata or {}).get(VERSION_KEY) != SCHEMA_VERSION:
         raise ConfigError(
@@ -58,7 +59,8 @@ def batches_in_run(
     groups: list[int],
     carried: Iterable[str] = (),
 ) -> Iterator[tuple[list[InputRow], pa.RecordBatch]]:
-    """Yield batches: the needed columns as rows, and the carried ones as they are. An error row is a bad row."""
+    """Yield batches of a run's part file: needed columns as Python rows, carried ones as Arrow
+    columns. An error row is a bad row."""
     schema = run_schema(parquet, path)
     partitions = partition_types(parquet.schema_arrow)
     carried_names = [name for name in dict.fromkeys(carried) if name in schema.names]

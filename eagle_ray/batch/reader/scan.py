@@ -1,8 +1,8 @@
 """Scan parts of input files once, and collect the data that the plan and the index need.
 
-A file is read in the order of its rows. From them follow the types of its columns, its slices, the
-first values of parameters that rows cannot set, and for each row the digests of its id and of its
-request and its output rows.
+A file is read in the order of its rows. The scan finds the types of its columns, its slices, the
+first values of parameters that rows cannot set, and for each row the digests of its id and its
+request, and its number of output rows.
 
     scanner = RowScanner(config, request_columns(config.input.columns))
     [[found]] = scanner([FilePart(file)])
@@ -53,8 +53,10 @@ SMALL_BYTES = 4 << 20  # bytes of an object that takes longer to ask for than to
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Consecutive rows of a file: from a byte offset or row group on, whose first row has this
-    position, up to `stop`, which is the file's end if it is None.
+    """Consecutive rows of a file that are scanned together.
+
+    They begin at a byte offset or row group, whose first row has the given position, and end before
+    `stop`; None is the file's end.
     """
 
     file: InputFile
@@ -68,8 +70,8 @@ class FileScan:
     """The result of scanning a part of a file.
 
     Attributes:
-        types: the joined types of its columns, in order.
-        unread: the first value of each column that is a parameter which rows cannot set.
+        types: types of its columns, joined over the rows, in order.
+        unread: first value of each column that is a parameter which rows cannot set.
         rows: a table of the index, with the columns id, request and rows.
     """
 
@@ -81,7 +83,7 @@ class FileScan:
 
 @dataclass(frozen=True, slots=True)
 class RowScanner:
-    """Scans parts of files. Yields column types, slices and an index entry for each row."""
+    """Scans parts of files: column types, slices, and an index entry for each row."""
 
     config: JobConfig
     columns: RequestColumns
@@ -138,7 +140,7 @@ def _is_small_object(part: FilePart) -> bool:
 def request_digest(row: InputRow, needed: frozenset[str]) -> int:
     """Return a digest of the values that make a row's request, or of a bad row's error.
 
-    A column that is null is like one that is absent.
+    A null column counts as an absent one.
     """
     values: Any = repr(row)
     if isinstance(row, dict):
@@ -153,13 +155,13 @@ def request_digest(row: InputRow, needed: frozenset[str]) -> int:
 def rows_in_part(
     part: FilePart, columns: RequestColumns, scan: FileScan, is_private: bool = False
 ) -> Iterator[tuple[RowPosition, InputRow]]:
-    """Yield the position of each row of a part, and the row (of Parquet, its needed columns only).
+    """Yield the position and the values of each row of a part; of Parquet, only the needed columns.
 
     Raises ConfigError if the file cannot be read at all.
 
     Args:
-        scan: gets the types and slices of the part once the last row was yielded.
-        is_private: whether the scan records no value of a row.
+        scan: result that gets the types and slices of the part after the last row.
+        is_private: whether the scan must record no value of a row.
     """
     unread = UnreadParameters(columns, is_private)
     read = _columnar_rows if part.file.format in COLUMNAR else _record_rows
@@ -252,10 +254,10 @@ def _columnar_rows(
 
 
 class RecordTypes:
-    """The joined types of the columns of records, in order.
+    """Collects the types of columns from the values of records.
 
-    Only a value of a Python type that its column has not had before is looked at, except where its
-    type depends on the value: integers, and the texts of CSV files.
+    A column's value is inspected only if its Python type is new in that column, or if the type
+    depends on the value, as for integers and the texts of CSV files.
     """
 
     def __init__(self, format_: str) -> None:
@@ -267,7 +269,7 @@ class RecordTypes:
         self._seen: set[tuple[str, type]] = set()
 
     def add(self, row: dict[str, Any]) -> list[str]:
-        """Join the types of a row's values. Return the columns that no row had before."""
+        """Update the types with the values of a row. Return the columns that no earlier row had."""
         num_columns = len(self._types)
         for name, value in row.items():
             kind = value.__class__

@@ -1,4 +1,4 @@
-"""Parameters in the input that rows cannot set: found in a scan, with the first value of each and what to do."""
+"""Find parameters in the input that rows cannot set, so that a user learns that they are ignored."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class UnreadValue(NamedTuple):
 
 
 class UnreadParameters:
-    """Finds parameters that rows cannot set, with the first value of each that would change an output.
+    """Finds parameters that rows cannot set, and the first value of each that would change an output.
 
-    Such a parameter is a column, or a key of an object of which input.columns reads another key.
+    Such a parameter is a column, or a key in an object from which input.columns reads another key.
 
     Attributes:
-        values: the first ones, by column or by ``path.key``.
-        watched: for each such column without a value so far, its parameter.
-        is_watching: whether rows must be looked at.
+        values: first value found, by column or by ``path.key``.
+        watched: parameter name of each such column that has no value yet.
+        is_watching: whether further rows must be inspected.
     """
 
     def __init__(self, columns: RequestColumns, is_private: bool = False) -> None:
@@ -51,17 +51,17 @@ class UnreadParameters:
         self.is_watching = bool(self._objects)
 
     def watch(self, columns: Iterable[str]) -> None:
-        """Add the columns that are such parameters."""
+        """Watch those of the columns that are named like a parameter which rows cannot set."""
         self.watched |= {
             column: name for column in columns if (name := match_unsupported(column)) is not None
         }
         self.is_watching = bool(self.watched or self._objects)
 
     def look(self, number: int, position: RowPosition, row: dict[str, Any]) -> None:
-        """Note the values of a row.
+        """Record the first values of watched parameters in a row.
 
         Args:
-            number: number of the row, counted from the first one of the scan.
+            number: number of the row, counted from the first row of the scan.
         """
         values = [(column, name, row.get(column)) for column, name in self.watched.items()]
         for path in self._objects:
@@ -94,7 +94,7 @@ def _object_at(path: ColumnPath, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def remedy_of_unread(column: str) -> str:
-    """Return advice for a column that is named like a parameter which rows cannot set."""
+    """Return advice on a column that is named like a parameter which rows cannot set."""
     name = match_unsupported(column)
     if "." in column and name is None:
         return (

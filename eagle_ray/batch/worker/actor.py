@@ -54,7 +54,7 @@ REPORT_EVERY_S = 1.0
 
 
 class ActorEngine(Protocol):
-    """What an actor runs batches on: our own engine's process, or a worker that asks an endpoint."""
+    """What an actor sends its batches to: the process of our own engine, or a worker that asks an endpoint."""
 
     worker_id: str
 
@@ -70,8 +70,9 @@ class ActorEngine(Protocol):
 class EngineActor:
     """One engine of the job as a Ray actor.
 
-    progress is the ProgressActor's handle, spare the address of a SpareEngine, which may be on
-    another machine, and endpoint what answers in place of our own engine; the rest goes to the Worker.
+    progress is the ProgressActor's handle. spare is the address of a SpareEngine, which may be on
+    another machine. endpoint is set if an endpoint answers instead of our own engine. All other
+    arguments go to the Worker.
     """
 
     _report: WorkerReport
@@ -135,7 +136,7 @@ class EngineActor:
         return await self._engine.answer(requests)
 
     async def restart(self, error: EngineError) -> None:
-        """Report the error and start another process; the event loop runs meanwhile."""
+        """Report the error and start another process, without blocking the event loop."""
         self._progress.flush()
         self._use(await asyncio.to_thread(self._replace_engine, error))
         if not self._is_admitting:
@@ -207,10 +208,10 @@ class EngineActor:
 
 @dataclass(slots=True)
 class ProgressClient:
-    """Reports of one actor to the ProgressActor, under an id that stays when Ray restarts the actor.
+    """One actor's connection to the ProgressActor, under an id that stays when Ray restarts the actor.
 
-    No call waits for an answer while all is well, and totals are sent every REPORT_EVERY_S at most. So one
-    ProgressActor keeps up with a thousand workers.
+    No call waits for an answer while all is well, and totals are sent every REPORT_EVERY_S at most.
+    So one ProgressActor can serve a thousand workers.
     """
 
     progress: ActorHandle
@@ -223,7 +224,7 @@ class ProgressClient:
         return cast(CrashLog, self._acknowledged(self.progress.start.remote, self.actor_id))
 
     def report_failure(self, error: Exception, is_local: bool) -> bool:
-        """Report a failed start; return whether it ends the job."""
+        """Report a failed start; return whether this ends the job."""
         return bool(self._acknowledged(self.progress.fail.remote, self.actor_id, error, is_local))
 
     def report_exit(self, worker_id: str, reason: str) -> None:
@@ -236,11 +237,11 @@ class ProgressClient:
         await self.progress.save.remote(self.actor_id, log)
 
     async def is_admitting(self) -> bool:
-        """Return whether this worker may begin rows."""
+        """Return whether this worker may start further rows."""
         return cast(bool, await self.progress.is_admitting.remote())
 
     def report(self, report: WorkerReport) -> None:
-        """Report the totals: at once before the first row, else after REPORT_EVERY_S at most."""
+        """Send the totals: at once before the first row, then at most every REPORT_EVERY_S."""
         self._report = report
         try:
             loop = asyncio.get_running_loop()
@@ -251,7 +252,7 @@ class ProgressClient:
             self._flush_timer = loop.call_later(REPORT_EVERY_S, self.flush)
 
     def flush(self) -> None:
-        """Send the totals that wait."""
+        """Send totals that were not sent yet."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None

@@ -45,7 +45,7 @@ TURN_ROWS_PER_SLOT = 2  # rows of a turn for each slot: they keep the slots full
 
 @dataclass(frozen=True, slots=True)
 class ChosenRow:
-    """A finished row: its request, which sample it is, and the output ids that the job stored, if it did."""
+    """A finished row to check: its request, its sample index, and its stored output ids, if the job stores them."""
 
     request: Request
     sample_index: int
@@ -53,9 +53,10 @@ class ChosenRow:
 
 
 class BaselineComparison:
-    """Loads the models, on several GPUs with their layers in turn: both engines run the target, in one process.
+    """Loads the models once and runs a drafting engine and a plain one on them, in one process.
 
-    Raises as build_engine_bundle does.
+    With several GPUs the layers are split over them and run one after another. Raises as
+    build_engine_bundle does.
     """
 
     def __init__(self, config: JobConfig, plan: WorkerPlan):
@@ -67,7 +68,7 @@ class BaselineComparison:
             self.plain_engine.order_for_throughput()  # as build_engine_bundle does
 
     def measure(self, rows: list[ChosenRow]) -> dict[str, Any]:
-        """Return output tokens per second of all slots together, with drafts and without, prompts included.
+        """Return output tokens per second over all slots, prompts included, with drafts and without.
 
         The entry "turns" has the tokens and seconds of each turn, with drafts and without.
         """
@@ -97,7 +98,8 @@ class BaselineComparison:
         }
 
     def verify(self, rows: list[ChosenRow]) -> dict[str, Any]:
-        """Return how many of the stored outputs equal plain decoding's, and where the others first differ."""
+        """Decode rows without drafts. Return how many stored outputs are identical, and where the
+        others first differ."""
         turn = Timing({PLAIN: self.plain_engine}).round(partial(self._sequences, rows))
         differing = []
         for row, sequence in zip(rows, turn.answers[PLAIN], strict=True):
@@ -196,7 +198,8 @@ def _in_one_process(config: JobConfig, plan: WorkerPlan) -> JobConfig:
 def sampling_scores(
     logits: Float[Tensor, " V"], params: SamplingSettings, position: int
 ) -> Float[Tensor, " V"]:
-    """Return the scores whose argmax is the token at `position`: logits, or processed logits plus noise."""
+    """Return the scores whose argmax is the sampled token at `position`: logits, or processed
+    logits plus Gumbel noise."""
     if params.is_greedy:
         return logits.float()
     sampling, row = SamplingBatch.of([params]), torch.tensor([0])

@@ -2,9 +2,9 @@
 
 A fault of a device or its memory is local, and so is a device that is too small for the model.
 After such a fault the actor starts another engine on its device. If that fails, too, the actor
-ends, and Ray starts it again, perhaps on another device. A failure that any worker would meet, such
-as a missing model, ends the job. Errors are recognized by name and text, so the driver can classify
-them without torch.
+ends, and Ray starts it again, perhaps on another device. A failure that every worker would have,
+such as a missing model, ends the job. Errors are recognized by name and text, so the driver can
+classify them without torch.
 
     >>> classify_error(RuntimeError("CUDA error: an illegal memory access was encountered"))
     Fault(line='device fault (RuntimeError: CUDA error: ...): look at the device ...is_local=True...)
@@ -14,9 +14,9 @@ Isolation: run batches so that a row that crashes the engine takes few other row
 A crash does not say which row in flight was at fault: a prompt that exhausts the device's memory,
 tokens that a kernel cannot handle, or no row at all. So each row in flight is charged with it and
 is a suspect from then on. Suspects wait until the engine is empty and run in ever smaller groups
-(``max_group_size``), until the row at fault crashes the engine alone and the others are answered.
-A row that was in flight in four crashes (MAX_CRASHES) becomes an error row with code ``worker_died``: once
-with all rows, once in a small group and twice alone.
+(``max_group_size``), until the row at fault crashes the engine alone and the others are answered. A
+row that was in flight in four crashes (MAX_CRASHES) becomes an error row with code ``worker_died``:
+once with all rows, once in a small group and twice alone.
 
 Nothing is recorded before the first crash. After it the CrashLog is saved before each group of
 suspects, since a row may also end the actor's own process, as a lack of the node's memory does.
@@ -69,7 +69,7 @@ class CrashRecord:
 
     @property
     def is_final(self) -> bool:
-        """Return whether the row has had its last try, and becomes an error row."""
+        """Return whether the row has crashed engines MAX_CRASHES times, so that it becomes an error row."""
         return self.num_crashes >= MAX_CRASHES
 
 
@@ -78,10 +78,10 @@ class CrashLog:
     """The rows that one actor's crashes are charged to. A copy of it outlives the actor's process.
 
     Attributes:
-        records: by row. Those that are not final are of suspects.
-        in_flight: the suspects that the engine has; none while it loads. None: it has other rows,
-            which are not listed.
-        charges_all: whether each row that arrives is charged, since it may have been in flight
+        records: crashes of each row. Rows whose record is not final are suspects.
+        in_flight: suspects that the engine has now, empty while it loads. None means that it has
+            other rows, which are not listed.
+        charges_all: whether each row that arrives is charged, because it may have been in flight
             without being listed.
     """
 
@@ -90,14 +90,14 @@ class CrashLog:
     charges_all: bool = False
 
     def charge(self, ids: Iterable[str], reason: str) -> None:
-        """Charge rows with one crash, unless their record is final."""
+        """Add one crash to the records of rows, unless a record is final."""
         for id in ids:
             before = self.records.get(id, CrashRecord(0, reason))
             if not before.is_final:
                 self.records[id] = CrashRecord(before.num_crashes + 1, reason)
 
     def clear(self, ids: Iterable[str]) -> None:
-        """Delete the records of rows that are answered, unless final."""
+        """Delete the records of answered rows, unless a record is final."""
         for id in self.suspects(ids):
             del self.records[id]
 
@@ -115,23 +115,23 @@ class CrashingEngine(Protocol):
         ...
 
     async def restart(self, error: EngineError) -> None:
-        """Replace the engine that crashed with the error. No request is in flight."""
+        """Replace the engine after it crashed with this error. No request is in flight."""
         ...
 
     async def save(self, log: CrashLog) -> None:
-        """Copy the log to where the end of this process does not reach it."""
+        """Store a copy of the log outside this process, which may end."""
         ...
 
 
 class Isolation:
-    """Run batches of requests on one engine, suspects apart from all other rows.
+    """Runs batches of requests on one engine, and runs suspects apart from all other rows.
 
     If the actor's former process ended with rows in flight that its log does not list, Ray sends
     their batches again at once. So all rows that arrive before the first batch is answered are
     charged.
 
     Args:
-        log: as the actor's former process left it.
+        log: log that the actor's former process left.
         slots: slots of the engine.
     """
 
@@ -206,7 +206,7 @@ class Isolation:
 def max_group_size(num_crashes: int, slots: int) -> int:
     """Return how many rows with this many crashes run together: a quarter of the slots after one crash, then one.
 
-    A quarter, because most crashes are accidents, and a large group is cleared soon.
+    A quarter, because most crashes are accidents, and a large group clears many rows at once.
     """
     return max(1, slots // 4) if num_crashes == 1 else 1
 
@@ -295,10 +295,10 @@ class Fault:
     """The cause of a worker's failure.
 
     Attributes:
-        line: what happened, and what to do if that is known.
-        is_local: another worker may start without this error.
+        line: description of the fault, with a remedy if one is known.
+        is_local: another worker may run without this error.
         is_transient: the same command may succeed later.
-        is_end: one of the engine's processes has ended or hangs, as its only one might.
+        is_end: a process of the engine has ended or hangs.
     """
 
     line: str
@@ -319,7 +319,7 @@ class WorkerError(EngineError):
 
 
 def classify_error(error: Exception) -> Fault:
-    """Classify an error of a worker's start or of its engine, whose cause is the device's error."""
+    """Return the fault behind an error of a worker's start or of its engine, by the device's error that caused it."""
     if isinstance(error, WorkerError):
         return error.fault
     cause: BaseException = error
@@ -348,7 +348,8 @@ def classify_error(error: Exception) -> Fault:
 
 
 def as_config_error(error: Exception) -> Exception:
-    """Return the error as the driver raises it: one line, of a class that does not need torch."""
+    """Return the error that the driver raises for a worker's failed start: one line, and a class
+    that needs no torch."""
     if isinstance(error, ConfigError):
         return error
     fault = classify_error(error)

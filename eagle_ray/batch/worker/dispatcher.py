@@ -31,11 +31,11 @@ ENGINE_WAIT_S = 30.0  # seconds of one call that waits for an engine; then it is
 
 @dataclass(slots=True)
 class PoolState:
-    """The engines as the Dispatcher knows them.
+    """Snapshot of the engines that the Dispatcher knows.
 
     Attributes:
         nodes: node of each engine whose process has begun, by the engine's name.
-        ready: names of the engines that take batches, with the batches that they have.
+        ready: number of batches at each engine that takes batches, by the engine's name.
         num_waiting: batches that wait for an engine.
     """
 
@@ -45,7 +45,7 @@ class PoolState:
 
 
 class Dispatcher:
-    """Names engines for batches: the one with the fewest, at most max_batches each.
+    """Assigns batches to engines: to the one with the fewest batches, at most max_batches each.
 
     It is an actor on the driver's node.
     """
@@ -60,7 +60,7 @@ class Dispatcher:
         self._is_stopped = False
 
     async def place(self, name: str, node: str) -> None:
-        """Note that an engine's process has begun on a node; what it had before is lost."""
+        """Record that an engine's process has begun on a node. Batches of its former process are lost."""
         self._nodes[name] = node
         self._batches.pop(name, None)
 
@@ -71,23 +71,23 @@ class Dispatcher:
         self._wake()
 
     async def remove(self, name: str) -> None:
-        """Give an engine no further batch."""
+        """Assign no further batch to an engine."""
         self._batches.pop(name, None)
 
     async def unregister(self, name: str) -> None:
-        """Drop an engine that is gone."""
+        """Forget an engine that is gone."""
         for of_engine in (self._batches, self._engines, self._nodes):
             of_engine.pop(name, None)
 
     async def stop(self) -> None:
-        """Let batches that wait for an engine end without one: the run begins no further row."""
+        """Return None to all batches that wait for an engine: the run starts no further row."""
         self._is_stopped = True
         self._wake()
 
     async def acquire(self) -> tuple[str, ActorHandle] | None:
-        """Return an engine with room and its name. None if the run has stopped, or there was none for ENGINE_WAIT_S.
+        """Wait for an engine with room, and return its name and its handle.
 
-        Which of the two it was tells `is_stopped`.
+        None if the run has stopped (`is_stopped`), or if there was no engine for ENGINE_WAIT_S.
         """
         self._num_waiting += 1
         deadline = time.monotonic() + ENGINE_WAIT_S
@@ -111,7 +111,7 @@ class Dispatcher:
             self._num_waiting -= 1
 
     async def release(self, name: str, is_lost: bool) -> None:
-        """Note that a batch of an engine is answered, or that the engine is lost."""
+        """Record that an engine has answered a batch, or has been lost."""
         if is_lost:
             self._batches.pop(name, None)
         elif name in self._batches:
@@ -139,11 +139,11 @@ class PooledEngine(EngineActor):
         ray.get(dispatcher.register.remote(name, context.current_actor))
 
     async def answer_batch(self, batch: pa.Table) -> pa.Table:
-        """Return the output rows of the batch, without those of rows that this engine has not begun."""
+        """Return the output rows of the batch. Rows that this engine had not begun when it was let go are missing."""
         return await self.run_batch(batch)
 
     async def leave(self) -> None:
-        """Begin no further row, and return once those that have begun are answered."""
+        """Start no further row, and return once the rows that have begun are answered."""
         self._is_admitting = False
         self._engine.stop_admission()
         while self._num_batches:
@@ -151,7 +151,7 @@ class PooledEngine(EngineActor):
 
 
 class BatchFeeder:
-    """The actor that Ray Data gives batches to. It keeps none and holds no device."""
+    """The actor that Ray Data sends batches to. It forwards each to an engine and uses no device."""
 
     def __init__(self, dispatcher: ActorHandle):
         self._dispatcher = dispatcher
@@ -184,6 +184,6 @@ class BatchFeeder:
 
 
 def without(batch: pa.Table, answers: pa.Table) -> pa.Table:
-    """Return the requests that have no row among the answers."""
+    """Return the requests that have no row in the answers."""
     has_row = pc.is_in(batch[ID_COLUMN], value_set=answers[ID_COLUMN].combine_chunks())
     return batch.filter(pc.invert(has_row))

@@ -1,7 +1,6 @@
 """EmbeddingWorker: a worker whose rows are embeddings. make_worker returns the worker of a job's task.
 
-The rows have the columns of any job, of which those of generated text are null, and the column
-`embedding`.
+The rows have the columns of any job and the column `embedding`. Columns of generated text are null.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from eagle_ray.runs.run import Run
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows(OutputRows):
-    """Makes the output rows of finished embeddings, as OutputRows does of generated text."""
+    """Makes output rows from finished embeddings, like OutputRows from generated text."""
 
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return the row of a request's one sequence."""

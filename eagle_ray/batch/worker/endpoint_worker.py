@@ -31,7 +31,10 @@ from eagle_ray.runs.run import Run
 
 
 class EndpointWorker(RowWorker):
-    """carried: fields of the output's further columns. Raises as ServerChild.wait_until_ready does."""
+    """A worker that sends its rows to an endpoint. Raises as ServerChild.wait_until_ready does.
+
+    carried: fields of the output's further columns.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class EndpointWorker(RowWorker):
         super().__init__(config, client, rows, output_schema(ENGINE_FIELDS), columns)
 
     def close(self) -> None:
-        """End the server, if it is this worker's."""
+        """End the server if this worker has started it."""
         super().close()
         if self._server is not None:
             self._server.close()

@@ -68,10 +68,10 @@ class EngineReply:
     """A reply of the engine's process, in addition to the table.
 
     Attributes:
-        number: number of the request; None for a beat, which brings the counters alone.
-        counters: the engine's at that moment; None if it is not ready, or dead.
-        error: why there is no table.
-        line: logged while the worker starts; the reply itself follows later.
+        number: number of the request; None for a heartbeat, which only carries the counters.
+        counters: counters of the engine at that moment; None if it is not ready, or dead.
+        error: reason why there is no table.
+        line: a line that the worker logged while it starts; the reply itself follows later.
     """
 
     number: int | None
@@ -106,12 +106,12 @@ def _as_bytes(table: pa.Table) -> pa.Buffer:
 
 
 class EngineProcess:
-    """The parent's end. worker_id names the child, which holds the device.
+    """The parent's end of the pipe. worker_id names the child process, which holds the device.
 
     Args:
         config, run, carried, plan: arguments of the Worker.
         on_log: called with each line that the child logs while it starts.
-        child: the pipe to a child that runs already, and its process; None starts one.
+        child: pipe to a child that already runs, and its process; None starts a child.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class EngineProcess:
         return await asyncio.wrap_future(future)
 
     def stop_admission(self) -> None:
-        """Stop starting rows. Requests are answered without the rows that were not started."""
+        """Start no further row. Pending requests are answered without the rows that were not started."""
         self._sender.submit(self._send, STOP_ADMISSION)
 
     def counters(self) -> EngineCounters:
-        """Return the engine's counters as of the latest reply or beat, once it is ready."""
+        """Return the engine's counters from its latest reply or heartbeat, once it is ready."""
         assert self._counters is not None, "the worker is not ready"
         return self._counters
 
@@ -218,11 +218,11 @@ def _resolve(
 
 
 class EngineChild:
-    """The child's end: one thread reads requests, the main one loads the models and then answers in its loop.
+    """The child's end of the pipe: a thread reads requests, and the main thread loads the models and answers them.
 
-    The reading thread is there from the start. If the parent is gone, this process ends at once,
-    whether it loads, steps or hangs, and its device memory is free again. It does not import Ray,
-    and imports torch only once errors can be reported.
+    The reading thread runs from the start. If the parent is gone, it ends this process at once,
+    even while it loads, steps or hangs, so that its device memory is free again. It does not import
+    Ray, and imports torch only once errors can be reported.
     """
 
     def __init__(self, pipe: Connection):
@@ -231,7 +231,7 @@ class EngineChild:
         self._num_in_flight = 0  # requests
 
     def run(self, worker_class: str) -> None:
-        """Run a worker of the class, named as MODULE:CLASS, and answer requests until the pipe closes."""
+        """Run a worker class, named as MODULE:CLASS, and answer requests until the pipe closes."""
         log.addHandler(logging.StreamHandler(sys.stderr))  # the actor's log
         arguments, _ = receive(self._pipe)
         threading.Thread(target=self._listen, name="eagle-ray-listener", daemon=True).start()
@@ -310,7 +310,8 @@ def log_to(send_line: Callable[[LogLine], None]) -> Iterator[None]:
 
 
 def set_up_child() -> Connection:
-    """Set up a child, and return its end of the pipe, whose number ends the command line."""
+    """Set up a child process and return its end of the pipe, whose file descriptor is the last
+    command line argument."""
     faulthandler.enable()  # as in Ray's own workers
     log.setLevel(logging.INFO)
     pipe = Connection(int(sys.argv[-1]))
@@ -319,5 +320,5 @@ def set_up_child() -> Connection:
 
 
 def run_child() -> None:
-    """Run the child's end. Its command line has the job's name, the worker's class and the number of the pipe."""
+    """Run a child process. Its command line has the job's name, the worker's class and the pipe's file descriptor."""
     EngineChild(set_up_child()).run(sys.argv[-2])

@@ -1,4 +1,4 @@
-"""JobEndpoint: what a job's requests go to in place of our own engine, and the throttle of its workers."""
+"""JobEndpoint: the endpoint that answers a job's requests in place of our own engine, and its throttle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from eagle_ray.port.throttle import ThrottleSettings
 
 @dataclass(frozen=True, slots=True)
 class JobEndpoint:
-    """What a job's requests go to.
+    """The endpoint that a job's requests are sent to.
 
     Attributes:
-        target: None if each worker starts a server of its own.
+        target: address of the endpoint; None if each worker starts a server of its own.
         throttle: the ThrottleActor of the job; None if each worker has a throttle of its own.
     """
 
@@ -28,7 +28,7 @@ def throttle_settings(config: JobConfig, spent: float = 0.0) -> ThrottleSettings
     """Return the settings of the job's throttle.
 
     Args:
-        spent: dollars of earlier attempts.
+        spent: dollars that earlier attempts have spent.
     """
     engine = config.engine
     return ThrottleSettings(

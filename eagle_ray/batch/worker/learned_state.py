@@ -3,15 +3,15 @@
     OUT/_cache/learned-9d1c0f27ab33e061-01795821486-4be1a2c9.safetensors    by models, start and worker
 
 A worker reads the newest files of its models before its first row, and writes its own after rows
-are answered. Its first write is at once and removes what it read, if no other worker has written
-that since. While further rows are in flight, the next one is 2 s after the last, then 4 s and so on
-up to a minute, so a young job that is killed loses little. A worker that has read something waits a
-minute after its first write already. If nothing is in flight, 2 s suffice. One write runs at a
-time, however long the storage takes.
+are answered. Its first write is immediate, and then it removes the files that it read, unless
+another worker has written them since. While rows are in flight, the next write follows after 2 s,
+then 4 s and so on up to a minute, so a young job that is killed loses little. A worker that has
+read files waits a minute after its first write. If no row is in flight, it waits 2 s. One write
+runs at a time, however long the storage takes.
 
-So a job that was killed goes on with the texts of its suffix index and the calibration of its
-drafts, and the files do not add up. Outputs do not depend on them: a damaged, foreign or missing
-file costs a line in the log.
+So a job that was killed resumes with the texts of its suffix index and the calibration of its
+drafts, and old files do not pile up. Outputs do not depend on them: a damaged, foreign or missing
+file only costs a line in the log.
 
 The texts are prompts and outputs. A run that stores no prompts (output.store_prompt) has none of
 these files.
@@ -54,9 +54,9 @@ class LearnedState:
     """Writes the file of one worker's learned state, and reads the files of earlier workers at its start.
 
     Args:
-        models: what the state is of use to, as JSON: target, drafts with their weights, and
-            settings of speculation.
-        is_private: nothing is written, and what is there is removed.
+        models: facts that must be equal for the state to be reused, as JSON: target, drafts with
+            their weights, and settings of speculation.
+        is_private: whether to write nothing and to remove existing files.
     """
 
     def __init__(self, run: Run, models: Mapping[str, Any], is_private: bool = False):
@@ -75,7 +75,7 @@ class LearnedState:
         self._has_warned = False
 
     def load(self, engine: Engine) -> None:
-        """Let the engine's drafter go on from the newest files of its models, the newest last."""
+        """Restore the drafter's state from the newest files of its models, the newest file last."""
         try:
             self._run.check_current()
             if self._is_private:
@@ -110,7 +110,7 @@ class LearnedState:
         return True
 
     def start_write(self, num_in_flight: int) -> bool:
-        """Return whether the state is to be written now; if so, `end_write` follows."""
+        """Return whether the state should be written now. If so, the caller writes it and then calls `end_write`."""
         interval_s = self._interval_s if num_in_flight else IDLE_INTERVAL_S
         if self._is_private or self._is_writing or time.monotonic() - self._written_at < interval_s:
             return False
@@ -120,12 +120,12 @@ class LearnedState:
         return True
 
     def end_write(self) -> None:
-        """End a write, with or without a file: the next one is due an interval later."""
+        """End a write, successful or not. The next one is due an interval later."""
         self._is_writing = False
         self._written_at = time.monotonic()
 
     def store(self, state: dict[str, Tensor]) -> None:
-        """Write the worker's file whole."""
+        """Write the worker's file atomically."""
         if not state:
             return
         try:

@@ -1,8 +1,8 @@
 """Progress: sum the counters of all workers.
 
 Each worker sends its totals to one small Ray actor every second at most, and every few seconds
-while no row ends; the driver reads the sum. A lost report is made up for by the next. The actor
-also keeps each worker's log of crashes, for its next process.
+while no row ends; the driver reads the sum. A lost report does no harm, since the next one has
+newer totals. The actor also keeps each worker's log of crashes, for its next process.
 
     progress = start_progress(num_workers=2)
     ray.get(progress.snapshot.remote()).rows      # 40
@@ -96,11 +96,12 @@ class WorkerReport:
     Attributes:
         slot_steps: slots that held a sequence, summed over steps; offered_steps counts all slots.
         engine_s: seconds inside the engine's steps.
-        work: the engine's WORK_COUNTERS.
-        planner_error: why the planner failed, if it has; the worker drafts nothing from then on.
-        draft_warning: what is wrong with the head, if its first drafts were hardly ever accepted.
-        fallbacks: why kernels, CUDA graphs or sums by symmetric memory do not run on the worker's
-            CUDA device, by "kernels", "graphs" and "sums".
+        work: values of the engine's WORK_COUNTERS.
+        planner_error: reason why the planner failed, if it has; the worker drafts nothing from then
+            on.
+        draft_warning: probable fault of the head, if its first drafts were hardly ever accepted.
+        fallbacks: reasons why kernels, CUDA graphs or sums by symmetric memory do not run on the
+            worker's CUDA device, by "kernels", "graphs" and "sums".
         lengths: output lengths of rows that are done and of rows in slots, by category.
     """
 
@@ -137,7 +138,7 @@ class WorkerReport:
         )
 
     def with_counters(self, counters: EngineCounters) -> WorkerReport:
-        """Return the report with what the engine has done by now, the rows being the same."""
+        """Return the report with newer counters of the engine; the counts of rows stay."""
         rows = {
             name: getattr(self, name)
             for name in ("rows", "errors", "output_tokens", "steps", "accepted")
@@ -196,11 +197,11 @@ class Progress:
     Attributes:
         starts: workers that began to load, crashed ones included.
         consecutive_starts: starts since a row was last answered without an error.
-        ready_at: when the first worker became ready, in seconds of the monotonic clock of the
-            driver's node.
+        ready_at: time when the first worker became ready, on the monotonic clock of the driver's
+            node.
         notes: lines to show to the user.
         start_lines: log lines of starting workers with their level, each distinct line once.
-        fatal: the reason why no worker can start.
+        fatal: error that keeps every worker from starting.
         rows_in_files: rows of the files that write tasks reported.
     """
 
@@ -223,7 +224,7 @@ class Progress:
 
     @property
     def starting(self) -> str | None:
-        """Return the last logged part of the start, or None once a worker is ready."""
+        """Return the last line that a starting worker logged, or None once a worker is ready."""
         if self.workers or not self.start_lines:
             return None
         return self.start_lines[-1][1].partition(":")[0]
@@ -234,7 +235,7 @@ class Progress:
 
     @property
     def rows(self) -> int:
-        """Return the rows that are done. A worker reports its rows later than write tasks report their files."""
+        """Return the number of rows done. Write tasks may report a file before its rows are reported by workers."""
         return max(self._sum("rows"), self.rows_in_files)
 
     @property
@@ -243,12 +244,12 @@ class Progress:
 
     @property
     def output_tokens(self) -> int:
-        """Return the tokens of rows that are done."""
+        """Return the number of tokens in rows that are done."""
         return self._sum("output_tokens")
 
     @property
     def made_tokens(self) -> int:
-        """Return the tokens that engines generated, including unfinished rows and lost ones."""
+        """Return the number of tokens that engines generated, including unfinished and lost rows."""
         return max(self.output_tokens, self.work["num_output_tokens"])
 
     @property
@@ -257,7 +258,8 @@ class Progress:
 
     @property
     def busy_slots(self) -> float | None:
-        """Return the share of slots that held a sequence, over all steps of all workers."""
+        """Return the mean share of slots that held a sequence, over all steps of all workers; None
+        before the first step."""
         offered = self._sum("offered_steps")
         return self._sum("slot_steps") / offered if offered else None
 
@@ -283,7 +285,7 @@ class Progress:
 
     @property
     def row_s(self) -> float:
-        """Return the mean seconds that a row which is done has held slots of an engine; 0 before the first."""
+        """Return the mean seconds that a finished row occupied an engine's slots; 0 before the first."""
         steps, rows = self.work["num_steps"], self.rows
         if not steps or not rows:
             return 0.0
@@ -292,7 +294,7 @@ class Progress:
 
     @property
     def engine_s(self) -> float:
-        """Return the mean seconds that a worker's engine was inside its steps."""
+        """Return the mean seconds per worker inside engine steps."""
         seconds = sum(report.engine_s for report in self.workers.values())
         return seconds / len(self.workers) if self.workers else 0.0
 
@@ -332,11 +334,12 @@ class Progress:
 
 
 class ProgressActor:
-    """Totals of the workers' reports and their crash logs: one actor per job.
+    """Collects the workers' reports and keeps their crash logs: one actor per job.
+
+    If this actor is killed, the reports arrive again; crash logs are lost.
 
     Args:
-        num_workers: workers started at first. If this actor is killed, the reports arrive again;
-            crash logs are lost.
+        num_workers: workers started at first.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -353,14 +356,15 @@ class ProgressActor:
         return self._crash_logs.get(actor_id, CrashLog())
 
     def save(self, actor_id: str, log: CrashLog) -> None:
-        """Keep an actor's crash log for its next process."""
+        """Store an actor's crash log for its next process."""
         self._crash_logs[actor_id] = log
 
     def fail(self, actor_id: str, error: Exception, is_local: bool) -> bool:
-        """Record that an actor cannot start. Return whether the job ends: not while other actors run or may start.
+        """Record that an actor cannot start. Return whether that ends the job, which it does not
+        while other actors may work.
 
         Args:
-            is_local: the error may concern only that actor.
+            is_local: whether the error may concern only that actor.
         """
         self._failed.add(actor_id)
         others_may_start = is_local and len(self._failed) < self._num_workers
@@ -384,11 +388,11 @@ class ProgressActor:
         return self._files
 
     def stop_admission(self) -> None:
-        """Let workers begin no further row."""
+        """Tell workers to start no further row."""
         self._is_admitting = False
 
     def is_admitting(self) -> bool:
-        """Return whether workers may begin rows."""
+        """Return whether workers may start rows."""
         return self._is_admitting
 
     def report_exit(self, worker_id: str, reason: str) -> None:
@@ -422,7 +426,7 @@ def _sum(answers: pa.Table, column: str) -> int:
 
 
 class JobMetrics:
-    """The counters of one worker. Labels: the run's name and id, and the worker as output rows name it."""
+    """Prometheus counters of one worker. Labels: the run's name and id, and the worker's name in output rows."""
 
     def __init__(self, run_name: str, run_id: str, worker_id: str):
         tags = dict(zip(METRIC_LABELS, (run_name, run_id, worker_id), strict=True))
@@ -437,11 +441,11 @@ class JobMetrics:
         self._engine: dict[str, int] = {}
 
     def count(self, report: WorkerReport, answers: pa.Table | None) -> None:
-        """Add one batch.
+        """Add one batch to the counters.
 
         Args:
             report: totals of the engine.
-            answers: the batch's output rows; None for a worker that just started.
+            answers: output rows of the batch; None for a worker that just started.
         """
         self._add(self._since_last(report))
         if answers is None:

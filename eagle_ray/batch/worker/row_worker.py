@@ -1,7 +1,7 @@
-"""RowWorker: turns tables of requests into tables of output rows with an engine behind the port.
+"""RowWorker: turns tables of requests into tables of output rows, by any engine client (`eagle_ray.port`).
 
-A bad row becomes an error row. Only an error of the engine raises. It needs no torch: the engine may be
-elsewhere.
+A bad row becomes an error row; only an error of the engine raises. This module does not import
+torch, because the engine may be in another process.
 
     worker = RowWorker(config, client, rows, output_schema([]), carried=[])
     table = await worker.answer(requests)
@@ -34,11 +34,11 @@ log = logging.getLogger("eagle_ray")
 
 
 class RowWorker:
-    """One engine of a job, and the rows that it has.
+    """One engine of a job, with the requests that it is answering.
 
     Attributes:
-        client: the engine.
-        carried_of_requests: names of carried columns that answers are made of.
+        client: client of the engine.
+        carried_of_requests: names of carried columns that answers are made from.
     """
 
     carried_of_requests: tuple[str, ...] = ()
@@ -106,9 +106,9 @@ class RowWorker:
             raise RuntimeError(hidden).with_traceback(error.__traceback__) from None
 
     def stop_admission(self) -> None:
-        """Begin no further row: requests are answered without the rows that have no slot yet.
+        """Start no further row. Requests are answered without rows that have no slot yet.
 
-        Rows that have begun end whole, all their samples and turns included.
+        Rows that have begun are finished, with all their samples and turns.
         """
         self._is_admitting = False
         for call in self._calls:

@@ -1,12 +1,11 @@
 """AtomicParquetSink: write Ray Data's blocks as Parquet files that are complete or absent.
 
-A write task makes one file in each partition directory of its rows, named after its attempt and its
-place in it. A repeated task finds the files that its first try published and keeps them.
+A write task makes one file in each partition directory of its rows, named after the attempt and the
+task's number. A repeated task finds the files that its first try published and keeps them.
 
-Blocks hold nested rows: all rows of an id are one row of one column. Ray splits a table of more
-than some hundred megabytes anywhere and writes the pieces to different files. An id with long
-prompts and many samples could then never be done, since its rows must be in one file. Nothing is
-copied.
+Blocks hold nested rows: all rows of an id are one row of one column. Otherwise Ray could split a
+table of some hundred megabytes between the rows of one id and write them to different files, so
+that the id would never count as done. Nesting copies nothing.
 
     >>> rows = pa.table({"request_id": ["a", "a", "b"], "sample_index": [0, 1, 0]})
     >>> [[row["sample_index"] for row in nested] for nested in nest(rows)["rows"].to_pylist()]
@@ -52,7 +51,7 @@ def nest(rows: pa.Table) -> pa.Table:
 
 
 def unnest(bundles: pa.Table) -> pa.Table:
-    """Return the rows, without schema metadata."""
+    """Return the rows of nested rows, without schema metadata."""
     return pa.Table.from_struct_array(pc.list_flatten(bundles[NESTED]))
 
 
@@ -64,12 +63,12 @@ class WriteTask(Protocol):
 
 @dataclass(frozen=True)
 class AtomicParquetSink(Datasink[None]):
-    """Write rows as Parquet files.
+    """Writes nested rows as Parquet files that appear complete or not at all.
 
     Attributes:
-        schema: the columns of the files: some or all of the rows' columns.
-        ids_per_file: a file is written as soon as at least this many ids are done, or nothing more
-            will come.
+        schema: columns of the files, which may be fewer than the rows have.
+        ids_per_file: number of finished ids after which a file is written; the last file may have
+            fewer.
         progress: the ProgressActor, which gets the rows of each file.
     """
 

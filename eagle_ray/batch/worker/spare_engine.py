@@ -58,13 +58,15 @@ THREADS_OF_ACTORS = "1"
 
 
 def has_torch() -> bool:
-    """Return whether this process has imported torch, so that a check here takes no time."""
+    """Return whether this process has already imported torch, so that checking models here costs no import."""
     return "torch" in sys.modules
 
 
 class SpareEngine:
-    """The driver's end of the process. If torch is imported here already, no process is started,
-    and the models are checked in this one.
+    """The driver's handle of the spare process.
+
+    If torch is already imported here, no process is started, and the models are checked in this
+    one.
     """
 
     def __init__(self) -> None:
@@ -82,12 +84,12 @@ class SpareEngine:
 
     @property
     def is_checked(self) -> bool:
-        """Return whether the models were checked and can work."""
+        """Return whether the models have passed their check."""
         return self._is_checked
 
     @property
     def pid(self) -> int:
-        """Return the process's id, once it was started."""
+        """Return the process id, or None before the process was started."""
         assert self._process is not None, "no process was started"
         return self._process.pid
 
@@ -124,7 +126,7 @@ class SpareEngine:
         self._is_checked = True
 
     def close(self) -> None:
-        """End the process at once. Processes that were forked from it run until their actors end them."""
+        """End the process at once. Engines forked from it run until their actors end them."""
         if self._pipe is not None and self._process is not None:
             self._pipe.close()
             self._process.kill()
@@ -148,8 +150,9 @@ class InheritedState:
     """Settings that a forked process takes over from its actor, besides its output streams.
 
     Attributes:
-        memory_score: how readily the system ends it if memory is short; Ray gives its workers 1000.
-        worker_class: what it runs, as MODULE:CLASS.
+        memory_score: the process's oom_score_adj: a high score is killed first if memory is short;
+            Ray gives its workers 1000.
+        worker_class: class of the worker that it runs, as MODULE:CLASS.
     """
 
     environment: dict[str, str]
@@ -162,8 +165,8 @@ class InheritedState:
 class ForkedProcess:
     """A child of the spare process, with the methods of Popen that an EngineProcess needs.
 
-    It is another process's child, so its PID may be reused once it has ended. A file descriptor
-    stands for it alone.
+    It is not this process's child, so its PID may be reused after its end. A file descriptor
+    (pidfd) identifies it instead.
     """
 
     def __init__(self, pid: int):
@@ -176,7 +179,7 @@ class ForkedProcess:
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Wait until it has ended and return its exit code, or None if the spare process has ended, too."""
+        """Wait for its end and return the exit code, or None if the spare process has ended, too."""
         select.select([self._handle], [], [], EXIT_WITHIN_S)
         with suppress(OSError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
@@ -186,7 +189,7 @@ class ForkedProcess:
 
 
 def fork_engine(address: str | None) -> tuple[Connection, ForkedProcess] | None:
-    """Return the pipe to a process forked for this one, and the process. None if no spare process is there."""
+    """Ask the spare process for a fork. Return the pipe to it and the process, or None if there is no spare process."""
     if address is None:
         return None
     with socket.socket(socket.AF_UNIX) as end, suppress(OSError, EOFError):
@@ -213,7 +216,7 @@ def _other_end(end: socket.socket) -> tuple[int, int, int]:
 
 
 def run_spare() -> None:
-    """Run the spare process. Its command line has the names of the job and the socket, and the driver's pipe."""
+    """Run the spare process. Its command line has the job's name, the socket's name and the driver's pipe."""
     driver = set_up_child()
     with socket.socket(fileno=os.dup(driver.fileno())) as end:
         # It reads nothing while it checks, or downloads a draft.
@@ -246,8 +249,9 @@ def run_spare() -> None:
 
 
 def can_fork() -> bool:
-    """Return whether a child of this process can run an engine: CUDA does not work in a child of a
-    process that has looked for devices.
+    """Return whether a forked child of this process can run an engine.
+
+    CUDA does not work in a child if its parent has looked for devices.
     """
     import torch
 

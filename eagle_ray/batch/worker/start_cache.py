@@ -1,12 +1,12 @@
-"""StartCache: what a worker's start measured and compiled, in the run's directory for the run's other starts.
+"""StartCache: the costs that a worker's start measured and the kernels it compiled, stored with the
+run for later starts.
 
     OUT/_cache/costs-1f0c2a91d3b7aa05.json       costs of steps, by everything that they depend on
     OUT/_cache/kernels-5b3c77e0f1d2a401.tar.gz   Triton's kernels, by device and versions
 
-A worker reads them before it loads its models, and adds what it had to make itself. So later
-starts, workers on nodes that join, and those that replace lost ones measure and compile nothing
-that a worker of the run has done before. It is a cache: a damaged or foreign file, or storage that
-does not answer, costs time and a line in the log.
+A worker reads them before it loads its models, and adds what was missing. So no worker of the run
+measures or compiles what another one has done before, on whichever node it starts. It is a cache: a
+damaged or foreign file, or storage that does not answer, only costs time and a line in the log.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ log = logging.getLogger("eagle_ray")
 
 
 def kernels_name() -> str | None:
-    """Return the name of the file with the kernels of this machine's device and versions, or None without a GPU."""
+    """Return the name of the file with the kernels for this machine's GPU and library versions, or
+    None without a GPU."""
     if not torch.cuda.is_available() or find_spec("triton") is None:
         return None
     device = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -47,7 +48,8 @@ def kernels_name() -> str | None:
 
 @contextmanager
 def start_cache(run: Run) -> Iterator[None]:
-    """Build an engine with the kernels and states that earlier starts stored, and store this one's."""
+    """Load what earlier starts stored before an engine is built in this context, and store this
+    start's results after it."""
     cache = StartCache(run, kernels_name())
     cache.load()
     yield
@@ -55,7 +57,7 @@ def start_cache(run: Run) -> Iterator[None]:
 
 
 def adopt_costs_of(output: StoragePath) -> None:
-    """Add the costs of steps that workers of a run have measured to those that this machine keeps."""
+    """Copy the step costs that workers of a run have measured into this machine's own cost cache."""
     try:
         files = (root_of(output) / CACHE).glob(f"{COSTS}*")
     except OSError as error:
@@ -69,12 +71,12 @@ def adopt_costs_of(output: StoragePath) -> None:
 
 
 class StartCache:
-    """One worker's view of the files of its run.
+    """One worker's view of the cache of its run.
 
-    Outside of a run, or once a later attempt has begun, nothing is read or written.
+    Without a run, or once a later attempt has begun, nothing is read or written.
 
     Args:
-        kernels: the name of its file of kernels; None keeps no kernels.
+        kernels: name of this machine's file of kernels; None stores no kernels.
     """
 
     def __init__(self, run: Run, kernels: str | None = None):
@@ -86,7 +88,7 @@ class StartCache:
         self._read_entries: set[str] = set()  # those that came from the run's directory
 
     def load(self) -> None:
-        """Add the run's costs and kernels to this machine's."""
+        """Copy the run's costs and kernels to this machine's caches."""
         with self._ignoring_errors():
             self._run.check_current()
             for file, stamp in self._directory.list_versions("*").items():
@@ -115,7 +117,7 @@ class StartCache:
             log.warning("%s is ignored: %s", file, error)
 
     def store(self) -> None:
-        """Add the costs that this worker uses, and the kernels that it had to compile, to the run's."""
+        """Add the costs that this worker uses, and the kernels that it had to compile, to the run's files."""
         with self._ignoring_errors():
             self._run.check_current()  # first: an output that is not there is not made
             for path in used_costs():

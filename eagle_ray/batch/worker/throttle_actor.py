@@ -29,7 +29,7 @@ class ThrottleActor:
         self._throttle = Throttle(settings)
 
     async def acquire(self, demand: Demand) -> Permit | None:
-        """Return a permit once a request may be sent; None if no further one may."""
+        """Wait until a request may be sent, and return its permit; None if no further request may be sent."""
         try:
             return await self._throttle.acquire(demand)
         except AdmissionStopped:
@@ -40,17 +40,17 @@ class ThrottleActor:
         await self._throttle.release(permit, outcome)
 
     async def stop(self, stop: Stop) -> None:
-        """Let no further request be sent."""
+        """Allow no further request."""
         await self._throttle.stop(stop)
 
     async def stopped(self) -> Stop | None:
-        """Return why no further request is sent; None while they are."""
+        """Return why no further request is sent; None while requests are sent."""
         return self._throttle.stopped
 
 
 @dataclass(slots=True)
 class RemoteThrottle:
-    """The throttle as one worker calls it: one of its requests at a time waits for a place."""
+    """One worker's client of the ThrottleActor. Of its requests, one at a time waits at the actor."""
 
     handle: ActorHandle
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -72,7 +72,7 @@ class RemoteThrottle:
         self.handle.release.remote(permit, outcome)
 
     async def stop(self, stop: Stop) -> None:
-        """Let no further request be sent."""
+        """Allow no further request."""
         await self.handle.stop.remote(stop)
 
 
@@ -90,5 +90,5 @@ def start_throttle(settings: ThrottleSettings) -> ActorHandle:
 
 
 def stop_of(handle: ActorHandle) -> Stop | None:
-    """Return why a job sends no further request; None if it still may."""
+    """Return why a job's throttle sends no further request; None if it still sends them."""
     return cast("Stop | None", ray.get(handle.stopped.remote()))

@@ -1,6 +1,6 @@
 """Worker: one engine of this process that turns tables of requests into tables of output rows.
 
-What it does with rows stands in `row_worker`: it is the same for every engine.
+`row_worker` has the handling of rows, which is equal for every engine.
 
     worker = Worker(config, run, [], WorkerPlan(threads=2))
     table = await worker.answer(requests)
@@ -68,7 +68,7 @@ class Worker(RowWorker):
 
     @property
     def engine(self) -> AsyncEngine:
-        """Return the engine's thread."""
+        """Return the thread in which the engine runs."""
         return self.client.engine
 
     # A worker of another task replaces these methods.
@@ -110,10 +110,10 @@ class Worker(RowWorker):
 def build_engine_bundle(
     config: JobConfig, plan: WorkerPlan, owns_process: bool = False
 ) -> EngineBundle:
-    """Build the worker's engine, which orders rows as execution.order says. Raises as build_in_thread does.
+    """Build the worker's engine, with rows ordered as execution.order says. Raises as build_in_thread does.
 
     Args:
-        owns_process: see EngineArgs.
+        owns_process: whether the engine may change settings of its process, as in EngineArgs.
     """
     execution = config.execution
     args = EngineArgs.of_worker(execution, plan.num_gpus, owns_process)

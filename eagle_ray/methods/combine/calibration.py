@@ -11,9 +11,9 @@ samples, separately for drafters that propose a child alone and together. The st
 the logits. P is at most 1, so values never rise along a path. As in Calibration, all proposed
 children of a reached node are observed, verified or not.
 
-That a drafter lacks a child counts only if it proposes something else for that sequence. Steps in
-which no model drafts have weights of their own: there a lookup's child is also one that the model
-would have proposed.
+A child that a drafter lacks counts against it only if the drafter proposes another child for that
+sequence. Steps in which no model drafts have weights of their own, because there the model might
+have proposed a lookup's child, too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class BlendedTree:
         tree: the merged tree, whose log values are the combined ones.
         log_probs: log-probability of a node given its parent by each drafter; -inf if that drafter
             lacks the node.
-        extra: log values of the nodes that the model does not propose, by depth; -inf elsewhere.
+        extra: log values, by depth, of the nodes that the model does not propose; -inf for all
+            others.
     """
 
     tree: DraftTree
@@ -74,11 +75,11 @@ class EnsembleCalibration:
 
     @staticmethod
     def sets(kinds: Int[Tensor, " B"], has_model: bool = True) -> Int[Tensor, " B"]:
-        """Return which set of weights each row has: one for each kind, with and without a draft of a model.
+        """Return the index of the weights that each row uses: by its kind, and by whether a model drafted in this step.
 
         Args:
             kinds: 1 for sampled rows, 0 for greedy ones.
-            has_model: whether a model drafted in this step, or lookups alone.
+            has_model: whether a model drafted, or lookups alone.
         """
         return kinds if has_model else kinds + NUM_ROW_KINDS
 
@@ -90,7 +91,7 @@ class EnsembleCalibration:
         Args:
             depths: depths of the nodes, 1 for the roots' children; roots may have any value. Depths
                 past the last level have its weights.
-            sets: set of weights of each row, as of `sets()`.
+            sets: set of weights of each row, from `sets()`.
             log_probs: conditional log-probability of a node by each drafter, already calibrated for
                 that drafter; -inf if the drafter lacks the node. The root comes first.
         """
@@ -110,9 +111,9 @@ class EnsembleCalibration:
         Args:
             trees: trees of each drafter; None if it did not draft.
             max_depth: an upper bound on the depths of their nodes.
-            sets: set of weights of each row, as of `sets()`.
-            model: index of the drafter whose nodes are left out of `BlendedTree.extra`; None leaves
-                out none.
+            sets: set of weights of each row, from `sets()`.
+            model: index of the drafter that is the model; `BlendedTree.extra` has the nodes it does
+                not propose. None puts all nodes there.
         """
         drafted = [tree for tree in trees if tree is not None]
         device = drafted[0].tokens.device
@@ -129,11 +130,11 @@ class EnsembleCalibration:
         model: int | None,
         num_nodes: int | None = None,
     ) -> BlendedTree:
-        """Give the nodes of a merged tree their values. Arguments as for `merge`.
+        """Return the tree of an earlier merge with calibrated values of its nodes. Arguments as for `merge`.
 
         Args:
-            num_nodes: most nodes to return. If there are more, the best ones remain, breadth-first.
-                None returns all, in their order.
+            num_nodes: maximum nodes to return. If there are more, the best ones remain,
+                breadth-first. None returns all, in their order.
         """
         log_probs = merged.log_probs_by_drafter
         conditional = self.apply(merged.tree.depths, sets, log_probs)
@@ -208,13 +209,13 @@ class EnsembleCalibration:
         offered: Bool[Tensor, "L B N"],
         picked: Bool[Tensor, "L B N"],
     ) -> None:
-        """Observe the target's sample after one node of each row on each of the first L levels.
+        """Fit to what the target sampled after one node per row on each of the first L levels.
 
         Args:
-            sets: set of weights of each row, as of `sets()`.
-            log_probs: as of `apply`.
-            offered: true for the proposed children of the node on each level; none if it was not
-                reached.
+            sets: set of weights of each row, from `sets()`.
+            log_probs: as passed to `apply`.
+            offered: true for the proposed children of the node on each level; false everywhere if
+                the node was not reached.
             picked: true for the child with the token that the target sampled.
         """
         x = _features(log_probs)
@@ -240,10 +241,14 @@ class EnsembleCalibration:
 def children_on_path(
     tree: DraftTree, picks: Int[Tensor, "B D1"], num_accepted: Int[Tensor, " B"], num_levels: int
 ) -> tuple[Bool[Tensor, "L B N"], Bool[Tensor, "L B N"]]:
-    """Return, for the first levels, the children of the node on the target's path and the one with its next token.
+    """Follow the target's tokens through a tree, for the training of the calibration.
 
     Args:
         picks: the target's tokens after the roots, of which num_accepted + 1 are known.
+
+    Returns:
+        For each of the first num_levels levels, the children of the node on the target's path, and
+        which of them has the target's next token.
     """
     node = torch.zeros_like(num_accepted)
     reached = num_accepted >= 0

@@ -81,10 +81,10 @@ class _Drafted:
 
 
 class EnsembleDrafter(Drafter):
-    """Several drafters as one.
+    """Several drafters as one: their trees are merged, with one calibrated value per node.
 
     Args:
-        parts: those with a model first, if there are any.
+        parts: the drafters; those with a model come first.
         blend: the calibration for as many drafters.
         feature_indices: for each part with a model, which of the target's features it reads.
         bounds: bounds of the trees; replayed steps take no more candidates.
@@ -124,7 +124,7 @@ class EnsembleDrafter(Drafter):
         return {"parts": [part.cost_key for part in self.parts]}
 
     def use_graphs(self, runner: CudaGraphRunner | None, max_depth: int = 0) -> None:
-        """Replay the model's drafts. What is looked up is merged with them by operations that are not recorded."""
+        """Replay the model's drafts. The operations that merge lookups with them run unrecorded."""
         for part in self.parts:
             part.use_graphs(runner, max_depth)
         self._ahead = None
@@ -181,7 +181,7 @@ class EnsembleDrafter(Drafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Return the nodes of all parts in one tree; the models' levels, or those of the tree if no model drafted."""
+        """Return the nodes of all parts in one tree. Its levels are the model's, or its own if no model drafted."""
         if self._ahead is not None:
             model = self._models[0] if self._models and not plan.lookups_only else None
             own = None if model is None else model.draft(batch, roots, plan, sampling, texts)
@@ -229,7 +229,7 @@ class EnsembleDrafter(Drafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft | None:
-        """Return the model's replayed draft with what is looked up, or None if the model's cannot be replayed."""
+        """Return the model's replayed draft merged with lookups, or None if the model's draft cannot be replayed."""
         if self._ahead is None or not plan.has_known_shape:
             return None
         own = None
@@ -393,14 +393,14 @@ class DraftList(nn.ModuleList):
 
 
 def drafts_of(weights: nn.Module | None) -> list[Any]:
-    """Return each of the drafts that `load_drafts` returned."""
+    """Return as a list what `load_drafts` returned: no draft, one, or several."""
     if weights is None:
         return []
     return list(weights) if isinstance(weights, DraftList) else [weights]
 
 
 def check_drafts(method: str, paths: Sequence[Path], target: PretrainedConfig) -> list[LoadedDraft]:
-    """Return the drafts without their weights. Raises EngineError if `load_drafts` would.
+    """Return the drafts with shapes and without weights. Raises EngineError where `load_drafts` would.
 
     Args:
         paths: one for each part of the method that reads a draft.
@@ -443,14 +443,14 @@ def layers_read(drafts: Sequence[LoadedDraft], num_layers: int) -> tuple[int, ..
     """Return the layers of the target that the drafters read; None is the last hidden state.
 
     Args:
-        drafts: loaded, or as `check_drafts` returns them.
+        drafts: results of `load_drafts` or `check_drafts`.
     """
     layers = [draft.feature_layers(num_layers) for draft in drafts]
     return tuple(dict.fromkeys(layer for each in layers for layer in each or ())) or None
 
 
 def kv_numbers(drafts: Sequence[LoadedDraft]) -> int:
-    """Return how many elements a token's keys and values have in all drafters' KV caches; Medusa heads have none."""
+    """Return how many numbers the KV caches of all drafters store per token; Medusa heads store none."""
     specs = [getattr(draft, "kv_spec", None) for draft in drafts]
     return sum(spec.numbers_per_token for spec in specs if spec is not None)
 
@@ -462,9 +462,9 @@ def slot_bytes(
     bounds: TreeBounds,
     itemsize: int,
 ) -> int:
-    """Return about how many bytes the drafters keep for a sequence, apart from KV caches.
+    """Return about how many bytes the drafters reserve per slot, apart from KV caches.
 
-    Each keeps the queue of features, a draft, and the head's output for the root.
+    A drafter has a queue of features, the tensors of a draft, and the head's output for the root.
 
     Args:
         drafts: the drafts that are loaded.
@@ -539,7 +539,10 @@ def _with_features(target: TargetModel, features: Int[Tensor, " F"]) -> TargetMo
 
 
 def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
-    """Return the draft in a directory without its weights, of whichever kind. Raises EngineError with every reason."""
+    """Return the draft in a directory without its weights, for source `head`, which names no method.
+
+    Raises EngineError with every method's reason if no method reads it.
+    """
     reasons = []
     for method in METHODS.values():
         if method.is_kind:
@@ -553,14 +556,15 @@ def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
 def load_any_draft(
     path: Path, target: PretrainedConfig, ranks: RankGroup | None = None
 ) -> LoadedDraft:
-    """Return the draft in a directory, of whichever kind. Raises EngineError."""
+    """Return the draft in a directory with its weights, for source `head`, which names no method.
+    Raises EngineError."""
     return METHODS[check_any_draft(path, target).method].load_draft(path, target, ranks)
 
 
 def make_head_drafter(
     speculative: DraftSettings, target: TargetModel, weights: LoadedDraft
 ) -> Drafter:
-    """Return the drafter of a draft's own kind."""
+    """Return the drafter of the method that a loaded draft belongs to, for source `head`, which names no method."""
     return METHODS[weights.method].make_drafter(speculative, target, weights)
 
 

@@ -46,7 +46,9 @@ LOOKUP_NODES = 24
 
 
 class AheadLookups:
-    """The look-ups of steps that are launched ahead: after the last token that the host knows of each sequence.
+    """Lookups for steps that are launched before the host knows the tokens of the step in flight.
+
+    Each lookup starts after the last token that the host has read of a sequence.
 
     Args:
         parts: drafters that look up.
@@ -71,7 +73,7 @@ class AheadLookups:
         self._last_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def extend(self, batch: DecodeSlots, result: VerifyResult) -> None:
-        """Keep the tokens that a step committed, which the host may not know yet."""
+        """Record on the device the tokens that a step committed; the host may not have read them yet."""
         tokens = result.tokens
         num_tokens = tokens.shape[1]
         first_tokens = self._last_tokens[:, :num_tokens]
@@ -242,17 +244,18 @@ class LookedUp:
         max_depth: int,
         has_model: bool,
     ) -> Merged:
-        """Return the tree with the looked-up nodes appended. Nodes that the tree has already become padding.
+        """Return the tree with the looked-up nodes appended. Those that the tree already has become padding.
 
-        The values of new nodes are missing.
+        The values of the appended nodes are still to be computed.
 
         Args:
-            tree: on the roots.
-            since: the tokens after the known ones, of which the first num_since are committed; the
-                last is the root.
-            max_depth: levels of the tree, and of what is left of the looked-up ones.
-            has_model: the first drafter is the tree's; if not, no drafter has proposed the tree,
-                which is its roots.
+            tree: a draft tree on the current roots.
+            since: tokens after the last one that was known at the lookup. The first num_since are
+                committed, and the last of these is the root.
+            num_since: number of committed tokens since the lookup.
+            max_depth: maximum depth of the result.
+            has_model: the first drafter proposed the tree. If False, no drafter did: the tree has
+                only roots.
         """
         num_first = tree.num_nodes
         count = self.tokens.shape[1]

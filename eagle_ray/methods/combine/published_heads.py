@@ -4,8 +4,8 @@
     contents.kind, contents.unknown_keys, contents.unknown_tensors, contents.fault
     shape_of_target(path)                                # the target that the head says it is for
 
-A head is built for a target. Without one, a stand-in is made of the sizes that the head's own
-config.json and tensors say, so that only what the head says of itself is judged.
+A head is normally checked against its target. Without a target, the check uses a config made of the
+sizes in the head's own config.json and tensors, so it finds only contradictions within the head.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ MANY_LAYERS = 1000  # layers of a stand-in target if the head does not say
 
 
 def read_contents(path: Path, target: PretrainedConfig | None = None) -> HeadContents:
-    """Return which keys and tensors of a head are used, ignored or unknown, and why it does not load, if so.
+    """Return which keys and tensors of a head are used, ignored or unknown, and why it does not load, if it does not.
 
-    Raises EngineError if its files cannot be read, or are no head of a kind that drafts here.
+    Raises EngineError if its files cannot be read, or if they are no head of a kind that drafts
+    here.
 
     Args:
-        target: the target's config; None judges the head by what it says of itself.
+        target: the target's config; None checks the head against its own sizes.
     """
     check_directory(path)
     target = target or shape_of_target(path)
@@ -58,7 +59,7 @@ def read_contents(path: Path, target: PretrainedConfig | None = None) -> HeadCon
 
 
 def shape_of_target(path: Path) -> PretrainedConfig:
-    """Return the smallest config that has the target's sizes that a head states. Raises EngineError."""
+    """Return a minimal target config with the sizes that a head's files state. Raises EngineError."""
     raw = without_nulls(read_config(path))
     sizes: dict[str, Any] = {}
     for section in (raw, raw.get("transformer_layer_config"), raw.get("dflash_config")):

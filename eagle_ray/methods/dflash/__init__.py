@@ -1,1 +1,1 @@
-"""DFlash: a block of tokens in one pass."""
+"""DFlash: heads that draft a block of tokens in one pass."""

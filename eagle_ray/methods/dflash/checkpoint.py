@@ -248,7 +248,8 @@ def _make_head(
 def dflash_contents(
     raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig
 ) -> HeadContents:
-    """Sort the keys and tensors of a head by whether they are used."""
+    """Sort the keys and tensors of a DFlash head into used, harmless and unknown, and say why it
+    does not load, if so."""
     try:
         kind = kind_of(raw)
     except ValueError:
@@ -322,7 +323,8 @@ def kind_of(raw: Mapping[str, Any]) -> str:
 
 
 def path_of(raw: Mapping[str, Any]) -> PathShape:
-    """Return which path head a config.json describes. Raises ValueError with the key that does not fit."""
+    """Return the shape of the path head (paths.py) that a config.json describes. Raises ValueError
+    naming the key that does not fit."""
     kind = kind_of(raw)
     _, own = _sections(raw)
     if kind == DSPARK:
@@ -356,7 +358,7 @@ def path_of(raw: Mapping[str, Any]) -> PathShape:
 
 
 def conv_of(raw: Mapping[str, Any], hidden_size: int) -> ConvShape | None:
-    """Return the convolution of DFlash2's layers; None of other heads. Raises ValueError."""
+    """Return the shape of the convolutions in DFlash2's layers; None for other heads. Raises ValueError."""
     if kind_of(raw) != DFLASH2:
         return None
     _, own = _sections(raw)
@@ -376,7 +378,7 @@ def _number(own: Mapping[str, Any], key: str, minimum: int = 1) -> int:
 
 
 def own_names(published: Mapping[str, Named]) -> dict[str, Named]:
-    """Return the entries that are the head's own: no buffers that are recomputed, no tensors of the target."""
+    """Return the tensors that the head itself needs, without recomputed buffers and copies of the target's tensors."""
     ignored = tuple(IGNORED_TENSORS)
     skipped = {*TIED_TO_TARGET}
     if "lm_head.weight" not in published:
@@ -432,7 +434,8 @@ def _check_target(
 
 
 def block_of(raw: Mapping[str, Any], target: PretrainedConfig) -> BlockShape:
-    """Return the blocks that a head with this config.json drafts. Raises ValueError with the key that does not fit."""
+    """Return the shape of the blocks that a head drafts, from its config.json. Raises ValueError
+    naming the key that does not fit."""
     layers, own = _sections(raw)
     size = own.get("block_size")
     mask = own.get("mask_token_id")
@@ -514,7 +517,10 @@ def _feature_layers(
 
 
 def spread_layers(num_layers: int, num_draft_layers: int) -> list[int]:
-    """Return the layers that are read if none are named: one per draft layer, from the second to the last but two."""
+    """Return the target's layers whose features a head reads if its config names none.
+
+    There is one per draft layer, spread evenly from the second to the last but two.
+    """
     if num_draft_layers == 1:
         return [num_layers // 2]
     last = num_layers - 3

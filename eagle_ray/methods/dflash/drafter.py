@@ -59,7 +59,8 @@ NARROW_TREE = 4  # nodes of each level of the tree that is recorded besides the 
 
 
 class DFlashDrafter(PairDrafter):
-    """Reads pairs into the head's cache without attention, and drafts a block in one pass.
+    """Stores the keys and values of pairs' features in the head's cache, and drafts a block in one pass.
+
     Arguments as for PairDrafter; a pair's token is not read.
     """
 
@@ -90,7 +91,7 @@ class DFlashDrafter(PairDrafter):
     def recordings(
         self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
-        """Yield what records each pass of drafts with top_k children per node, the largest first."""
+        """Yield the functions that record each pass of drafts with top_k children per node, the largest first."""
         plans = []
         for depth in sorted({min(SHORT_BLOCK, self._longest), self._longest}):
             for width in sorted({min(NARROW_TREE, top_k), top_k}):
@@ -119,10 +120,10 @@ class DFlashDrafter(PairDrafter):
         return self._runner.draft_size(num_sequences, NARROW_TREE)
 
     def recorded_plan(self, plan: DraftPlan, size: int) -> DraftPlan:
-        """Return the plan that is recorded for a batch of this size: few shapes serve all plans.
+        """Return the plan of the recorded pass that a batch of this size replays; a few shapes serve all plans.
 
-        Nodes beyond the plan's cost little, since the block is one pass, and the budget may buy
-        them. A large batch has a short block only if it is narrow, too.
+        More nodes than the plan asks for cost little, since the block is one pass, and the budget
+        may choose them. A large batch has a short block only if it is narrow, too.
         """
         if plan.static_tree is not None:
             return plan
@@ -242,7 +243,7 @@ class DFlashDrafter(PairDrafter):
 
 
 class Paths:
-    """The nodes of a growing tree's last level as a path head sees them.
+    """State of a path head while a tree grows: the tokens and recurrent states of the last level's nodes.
 
     Attributes:
         tokens: tokens of the level's expanded nodes.
@@ -262,11 +263,13 @@ class Paths:
         hidden: Float[Tensor, "B 1 H"],
         logits: Float[Tensor, "B 1 Dv"],
     ) -> tuple[Float[Tensor, "B F I"], Float[Tensor, "B F Dv"]]:
-        """Go on to the next level's nodes. Return their features, as the head's `logits` reads them, and their logits.
+        """Advance to a level's expanded nodes. Return their features, which the head's `logits`
+        reads, and their logits.
 
         Args:
-            frontier: the nodes; None for the roots.
-            hidden: output of the row that predicts their children.
+            level: level of the nodes; the root's is 0.
+            frontier: the expanded nodes; None for the roots.
+            hidden: output of the block's row that predicts their children.
             logits: logits of that row.
         """
         state = self._state

@@ -73,12 +73,12 @@ class BlockShape:
     """What a DFlash head drafts.
 
     Attributes:
-        size: rows of the block it was trained with, the root included.
-        mask_token_id: the token whose embedding stands for what is not known yet.
+        size: rows of the block that the head was trained with, the root included.
+        mask_token_id: the token whose embedding fills rows of unknown tokens.
         feature_layers: layers of the target whose concatenated inputs it reads.
         causal: for each layer, whether a row of the block attends to no later row.
         from_root: row i predicts the token after it, not the token in its place.
-        path: what a node adds to the logits of its children.
+        path: the path head, which adds a node's contribution to the logits of its children.
         conv: convolution of DFlash2's layers; None in others.
     """
 
@@ -101,11 +101,11 @@ class BlockShape:
 
 
 class DFlashHead(nn.Module):
-    """The layers, and the norms around them.
+    """A DFlash head: its layers, and the norms before and after them.
 
     Args:
         config: config of the layers; hidden_size and vocab_size are the target's.
-        draft_vocab_size: tokens of an lm_head of its own; None uses the target's.
+        draft_vocab_size: rows of the head's own lm_head; None uses the target's lm_head.
         own_embedding: the checkpoint has its own token embedding.
     """
 
@@ -172,7 +172,7 @@ class DFlashHead(nn.Module):
 
     @property
     def path(self) -> PathHead | None:
-        """Return the path head, which adds to the logits of a node's children; None without one."""
+        """Return the path head, which adds to the logits of a node's children; None if this head has none."""
         shape = self.block.path
         if shape.markov_rank:
             return self.markov_head
@@ -209,16 +209,16 @@ class DFlashHead(nn.Module):
     def block_logits(
         self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
     ) -> Float[Tensor, "*rows Dv"]:
-        """Return the logits of rows of a block, before any path."""
+        """Return the logits of a block's rows, without a path head's contribution."""
         return target_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def logits(
         self, features: Float[Tensor, "*rows I"], target_logits: LogitsOf
     ) -> Float[Tensor, "*rows Dv"]:
-        """Return the logits of the children of nodes.
+        """Return the logits of the children of nodes, with the path head's contribution.
 
         Args:
-            features: the row that predicts them, then the node's latent.
+            features: concatenation of the block's row that predicts them and the node's latent.
         """
         size = self.config.hidden_size
         logits = self.block_logits(features[..., :size], target_logits)
@@ -249,9 +249,10 @@ class DFlashHead(nn.Module):
         Args:
             block: embeddings of the root and of mask tokens.
             context: projected features.
-            visible: the context that each row attends to; sliding layers narrow it.
-            same_block: which rows are of one block, if the N rows are several, one after another. A
-                head with convolutions takes one block.
+            visible: mask of the context positions that each row attends to; sliding layers narrow
+                it.
+            same_block: mask of row pairs in one block, if the N rows are several blocks one after
+                another. A head with convolutions takes one block.
         """
         if same_block is None:
             same_block = visible.new_ones(block.shape[1], block.shape[1])
@@ -346,7 +347,7 @@ def _rotated(
 class BlockDecoder:
     """Runs a DFlash head over packed rows and a KV cache: `write_context` for new tokens, then `run` for blocks.
 
-    Its rows are those of Llama-shaped layers, which write their keys and values to the cache and
+    Its layers run on the Llama kernels: they write a row's keys and values to the cache, then
     attend.
     """
 

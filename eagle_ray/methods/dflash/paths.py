@@ -43,11 +43,11 @@ Embed = Callable[[Int[Tensor, "..."]], Float[Tensor, "*rows H"]]
 
 @dataclass(frozen=True, slots=True)
 class PathShape:
-    """Which path head a DFlash head has, by its published keys; zeros are none.
+    """Kind and sizes of a DFlash head's path head, from the published keys; a size of 0 means that the part is absent.
 
     Attributes:
-        has_confidence: a linear map of a row, and with confidence_with_markov of w1[x], gives the
-            log-odds that a child of the node is accepted.
+        has_confidence: the head estimates the log-odds that a child of a node is accepted, by a
+            linear map of its row; with confidence_with_markov also of w1[x].
     """
 
     markov_rank: int = 0
@@ -68,7 +68,7 @@ class PathHead(ABC):
     """Computes a latent for each node, and its contribution to the logits of the node's children.
 
     Attributes:
-        state_size: numbers that a node hands to its children; 0 is none.
+        state_size: size of the recurrent state that children receive from a node; 0 is none.
     """
 
     state_size = 0
@@ -82,23 +82,24 @@ class PathHead(ABC):
         state: Float[Tensor, "B F S"],
         level: int,
     ) -> tuple[Float[Tensor, "B F R"], Float[Tensor, "B F S"]]:
-        """Return the latents and the states of F nodes.
+        """Return the latents and the new recurrent states of F nodes of one level.
 
         Args:
             embed: returns token embeddings.
-            hidden: the row that predicts their children.
-            state: state of their parents.
+            tokens: tokens of the nodes.
+            hidden: output of the block's row that predicts their children.
+            state: states of their parents.
             level: level of the nodes; the root's is 0.
         """
 
     @abstractmethod
     def project(self, latents: Float[Tensor, "*rows R"]) -> Float[Tensor, "*rows Dv"]:
-        """Return the contribution of latents to logits."""
+        """Return what latents add to the logits."""
 
     def scores(
         self, logits: Float[Tensor, "*rows Dv"], latents: Float[Tensor, "*others R"]
     ) -> Float[Tensor, "*others Dv"]:
-        """Return the logits of the children of nodes with these latents.
+        """Return the logits of the children of nodes with these latents: the block's logits plus the latents' part.
 
         Args:
             logits: logits of the block.
@@ -111,7 +112,7 @@ class MarkovHead(nn.Module, PathHead):
 
     Args:
         vocab_size: tokens of the target.
-        drafted: tokens that the head's logits are over.
+        drafted: number of tokens that can be drafted, the size of the logits.
     """
 
     def __init__(self, shape: PathShape, vocab_size: int, drafted: int, hidden_size: int):
@@ -152,7 +153,7 @@ class MarkovHead(nn.Module, PathHead):
 
 
 class PrefixGru(nn.Module):
-    """One layer of a GRU without biases, with torch's names: resets, updates and candidates one after another."""
+    """One GRU layer without biases whose parameters have torch's names and order: reset, update and candidate gates."""
 
     def __init__(self, input_size: int, size: int):
         super().__init__()
@@ -175,7 +176,7 @@ class Domino(PathHead):
     """Domino's head: a GRU over the drafted path, and a bottleneck to the logits. Its modules are the DFlash head's.
 
     Args:
-        prefix_len: levels that it leaves as the block says.
+        prefix_len: number of first levels whose logits it leaves unchanged.
     """
 
     def __init__(self, gru: PrefixGru, projection: nn.Sequential, prefix_len: int):
@@ -205,7 +206,8 @@ class Domino(PathHead):
 
 
 class CandidateSelector(nn.Module, PathHead):
-    """DFlash2's head: a bilinear score of neighbouring candidates, gated by the row, for the block's best tokens."""
+    """DFlash2's head: rescores the block's best tokens by a low-rank product with the parent's
+    token, gated by the row."""
 
     def __init__(self, shape: PathShape, vocab_size: int, hidden_size: int):
         super().__init__()
@@ -232,7 +234,8 @@ class CandidateSelector(nn.Module, PathHead):
     def scores(
         self, logits: Float[Tensor, "*rows Dv"], latents: Float[Tensor, "*others R"]
     ) -> Float[Tensor, "*others Dv"]:
-        """Score the candidates alone; every other token is UNCHOSEN below the best of them."""
+        """Return logits in which only the block's best tokens are candidates; all others are
+        UNCHOSEN below the best."""
         unary, chosen = logits.topk(self._top_k, -1)
         successors = F.embedding(chosen, self.successor_codebook)
         scores = unary + (successors @ latents[..., None])[..., 0]
@@ -243,7 +246,7 @@ class CandidateSelector(nn.Module, PathHead):
 
 
 class ConfidenceHead(nn.Module):
-    """DSpark's estimate of acceptance, in log-odds."""
+    """DSpark's estimate of acceptance: the log-odds that a child of a node is accepted."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -285,7 +288,7 @@ class GroupedConv(nn.Module):
     def prepare(
         self, rows: Float[Tensor, "B N H"]
     ) -> tuple[Float[Tensor, "B N H"], Float[Tensor, "B N taps groups"]]:
-        """Return the input of the part, and the corrections that `finish` applies to its output."""
+        """Convolve the input of an attention or MLP. Return it with the corrections that `finish` needs."""
         taps = self.base_kernel.shape[1]
         corrections = self.kernel_projection(rows).unflatten(-1, (2, taps, -1))
         before, after = corrections.unbind(-3)
@@ -294,7 +297,7 @@ class GroupedConv(nn.Module):
     def finish(
         self, rows: Float[Tensor, "B N H"], corrections: Float[Tensor, "B N taps groups"]
     ) -> Float[Tensor, "B N H"]:
-        """Return the convolved output of the part."""
+        """Convolve the output of the attention or MLP, with the corrections from `prepare`."""
         return self._convolved(rows, corrections, 1)
 
     def _convolved(

@@ -60,10 +60,10 @@ ANCHORS_PER_PASS = 64
 
 @dataclass(frozen=True, slots=True)
 class BlockLoss:
-    """Weights of the positions of a block.
+    """Which blocks a document gives to the loss, and the weights of their positions.
 
     Attributes:
-        gamma: positions after which a weight falls by a factor of e.
+        gamma: positions over which the weight falls by a factor of e.
         anchor_every: answer tokens per anchor.
     """
 
@@ -73,12 +73,12 @@ class BlockLoss:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks of one document of a packed batch.
+    """The training blocks of one document in a packed batch.
 
     Attributes:
         begin: first row of the document.
         length: rows of the document.
-        anchors: position of each block's first token, in the document.
+        anchors: position of each block's first token, counted in the document.
     """
 
     begin: int
@@ -90,9 +90,10 @@ class DFlashRecipe(HeadRecipe):
     """Trains a DFlash head that reads the target's embedding, and its lm_head unless it has a draft vocabulary.
 
     Args:
-        head: with an lm_head of its own if the target's draft vocabulary is not every token.
+        head: the head to train. It has its own lm_head if the draft vocabulary is not every token.
         raw_config: the head's config.json.
-        feature_scale: factor of each number of the target's concatenated features.
+        feature_scale: factor by which each element of the target's concatenated features is
+            multiplied.
         dtype: dtype of matrix products.
     """
 
@@ -292,7 +293,11 @@ class DFlashRecipe(HeadRecipe):
 
 
 def blocks_of(packed: PackedBatch, anchor_every: int) -> Iterator[Blocks]:
-    """Yield the blocks of each document that has any: anchors whose next token is an answer's."""
+    """Yield the training blocks of each document; documents without an anchor are skipped.
+
+    An anchor is a position whose next token belongs to an answer. Every `anchor_every`-th position
+    can be one, at an offset that differs between documents.
+    """
     begin = 0
     for index, length in zip(packed.indices, packed.lengths, strict=True):
         # Positions from 0 in the document whose next token is an answer's.
@@ -306,7 +311,7 @@ def blocks_of(packed: PackedBatch, anchor_every: int) -> Iterator[Blocks]:
 
 
 def initialize_dflash(head: DFlashHead, target: FrozenTarget) -> None:
-    """Draw the weights. Layers start as the identity, fc as the last of the features, an lm_head as the target's.
+    """Initialize a new head: layers as the identity, fc as a copy of the last feature, an lm_head as the target's rows.
 
     The last norm starts as the number that gives a random direction logits of about 1. Rows of a
     tied lm_head may be long: with ones, SmolLM2's first loss is 84 nats a token.

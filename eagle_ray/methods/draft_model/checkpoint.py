@@ -4,9 +4,8 @@
     features = draft.project_features(features)
     hidden = draft(embeddings, features, positions, rows)       # reads the tokens, not the features
 
-It reads every token from the first one on, so position j of its cache holds token j. Whatever
-transformers runs as a target runs as a drafter too, in its own shape, as long as both have the same
-tokens.
+It reads every token from the first one on, so position j of its cache holds token j. Any model that
+transformers runs as a target can draft, whatever its shape, if both have the same vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from eagle_ray.parallel.rank_group import RankGroup
 
 
 class DraftModel(nn.Module):
-    """Fulfils DraftHead. Raises EngineError for a model that does not run over our caches."""
+    """A causal LM behind the DraftHead protocol. Raises EngineError for a model that does not run over our caches."""
 
     method = "draft_model"
     token_ids = None
@@ -97,7 +96,7 @@ def _(head: DraftModel) -> HeadForward:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelShape:
-    """A draft model without its weights."""
+    """Shape of a draft model whose weights are not loaded."""
 
     method = "draft_model"
     kv_spec: KVSpec
@@ -122,8 +121,10 @@ def load_draft_model(
 
 
 def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
-    """Return the model by its config and its files' headers. Raises EngineError for an unknown
-    family, for other tokens than the target's, and for files that hold no model of that config.
+    """Return the draft model's shape from its config and its files' headers.
+
+    Raises EngineError for an unknown family, a vocabulary that differs from the target's, and files
+    that hold no model of that config.
     """
     config = load_config(path)
     check_config(config)

@@ -158,7 +158,8 @@ KNOWN_3 = known_keys(
 
 
 def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
-    """Return the head without its weights. Raises EngineError, ConfigError if its draft vocabulary is wrong."""
+    """Return an EAGLE head without its weights. Raises EngineError, and ConfigError if its draft
+    vocabulary is invalid."""
     head = meta_head(path, target)
     _refuse_peagle(path, head)
     if isinstance(head, EagleHead):
@@ -169,7 +170,7 @@ def check(path: Path, target: PretrainedConfig) -> EagleHead | Eagle3Head:
 def load(
     path: Path, target: PretrainedConfig, ranks: RankGroup | None = None
 ) -> EagleHead | Eagle3Head:
-    """Return the head with the tokens that it was published to offer. Raises as `check` does."""
+    """Return an EAGLE head and the draft vocabulary that it was published with. Raises as `check` does."""
     head = load_head(path, target, ranks)
     _refuse_peagle(path, head)
     if isinstance(head, EagleHead):
@@ -178,7 +179,7 @@ def load(
 
 
 def check_peagle(path: Path, target: PretrainedConfig) -> PEagleHead:
-    """Return a P-EAGLE head without its weights. Raises EngineError for another one, too."""
+    """Return a P-EAGLE head without its weights. Raises EngineError if the head is no P-EAGLE head."""
     head = meta_head(path, target)
     if not isinstance(head, PEagleHead):
         raise EngineError(
@@ -202,7 +203,7 @@ def _refuse_peagle(path: Path, head: EagleHead | Eagle3Head) -> None:
 
 
 def check_eagle3(path: Path, target: PretrainedConfig) -> Eagle3Head:
-    """Return an EAGLE-3 head without its weights. Raises EngineError for another one, too."""
+    """Return an EAGLE-3 head without its weights. Raises EngineError if the head is no EAGLE-3 head."""
     head = meta_head(path, target)
     _refuse_peagle(path, head)
     if not isinstance(head, Eagle3Head):
@@ -277,7 +278,8 @@ def _make_head(
 def eagle_contents(
     raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig
 ) -> HeadContents:
-    """Sort the keys and tensors of a head by whether they are used."""
+    """Sort the keys and tensors of an EAGLE head into used, harmless and unknown, and say why it
+    does not load, if so."""
     own = normalize_names({name: name for name in shapes})
     return contents_of(
         *_known(shapes),
@@ -298,7 +300,7 @@ def is_eagle3(names: Collection[str]) -> bool:
 
 
 def normalize_names(published: Mapping[str, Named]) -> dict[str, Named]:
-    """Return the entries under the names of our modules, without ignored ones."""
+    """Return a head's tensors under the names of our modules, without tensors that are not read."""
     ignored = tuple(IGNORED_TENSORS)
     entries = {name: value for name, value in published.items() if not name.endswith(ignored)}
     renames = {"layers.0.": "midlayer.", **OLDER_NAMES} if is_eagle3(published) else {}

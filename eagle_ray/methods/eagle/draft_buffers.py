@@ -48,7 +48,8 @@ class DraftShape:
 
     @property
     def num_positions(self) -> int:
-        """Return the positions of all frontiers; one draft of a single level has none that are used."""
+        """Return the KV positions that all frontiers of a draft occupy. A draft of one level uses
+        none, but has one frontier's."""
         return max(self.depth - 1, 1) * self.width
 
     def num_bytes(self, hidden_size: int, itemsize: int) -> int:
@@ -67,13 +68,14 @@ class DraftShape:
 
 
 class DraftBuffers:
-    """Tensors of the largest draft; `view` returns those of fewer sequences or a narrower frontier, in place.
+    """Tensors for the largest draft. `view` returns the part for fewer sequences or a narrower
+    frontier, without a copy.
 
     Attributes:
         level: [1], levels appended so far.
-        num_offered: [depth], nodes of each level whose children were appended and from which
-            nothing was learned yet.
-        features: [depth, batch, width, hidden], of each frontier, from which a level's children
+        num_offered: [depth], for each level, the nodes whose children were appended and not yet
+            used to update the calibration.
+        features: [depth, batch, width, hidden], features of each frontier, from which its children
             were ranked; frontier 0 is the root alone.
     """
 
@@ -137,9 +139,9 @@ class DraftBuffers:
         self._progress.zero_()
 
     def update_calibration(self, calibration: Calibration, result: VerifyResult) -> None:
-        """Update a calibration from the target's tokens on the draft in these buffers, once.
+        """Update a calibration once from the target's tokens on the draft in these buffers.
 
-        Without a draft, and on padding alone, nothing is changed. It can be recorded.
+        Nothing changes without a draft, or if all rows are padding. A graph can record it.
         """
         batch, length = result.tokens.shape
         depth = min(self.shape.depth, length)
@@ -156,7 +158,8 @@ class DraftBuffers:
         self.num_offered.masked_fill_((result.num_accepted >= 0).any(), 0)
 
     def offered_level(self, level: int, num: int, width: int) -> ProposalLevel:
-        """Return the proposals of a level below `width` nodes of each of the first `num` sequences."""
+        """Return one level's proposals: the children of the first `width` frontier nodes of the
+        first `num` sequences."""
         frontier = None
         if level:
             rows = level, slice(num), slice(width)
@@ -171,7 +174,7 @@ class DraftBuffers:
 
 
 class PaddedDraft:
-    """One draft's part of the buffers: its first `batch` sequences, with frontiers of `width` nodes.
+    """One draft's view of the buffers: the first `batch` sequences, with frontiers of `width` nodes.
 
     Args:
         kind: kind of sampling.
@@ -213,7 +216,7 @@ class PaddedDraft:
         )
 
     def clear(self, null_slot: int) -> None:
-        """Leave a draft of padding alone, one level deep."""
+        """Reset to a draft of one level that is all padding."""
         of = self._all
         of.slots.fill_(null_slot)
         of.lengths.zero_()
@@ -227,13 +230,12 @@ class PaddedDraft:
     def start(
         self, slots: Tensor, lengths: Tensor, first: Tensor, roots: Tensor, *chosen: Tensor
     ) -> None:
-        """Begin a draft.
+        """Begin a draft: set its sequences, roots and sampling parameters.
 
         Args:
-            slots: slots of the largest batch, padded: levels may be padded to more sequences.
-            lengths: likewise.
-            first: likewise.
-            roots: roots of this draft.
+            slots, lengths, first: slot, cached tokens and first visible position of each sequence,
+                padded to the largest batch, since levels may be padded to more sequences.
+            roots: root tokens of this draft.
             chosen: sampling of this draft, as SamplingBatch.bound takes it.
         """
         of = self._all
@@ -257,23 +259,23 @@ class PaddedDraft:
 
     @property
     def key(self) -> tuple:
-        """Return everything that recorded passes of this draft depend on."""
+        """Return everything that recorded passes of this draft depend on, as a key of recordings."""
         return self.batch, self.width, self.shape.children, self._kind
 
     def next_frontier(self) -> Frontier:
-        """Return the nodes that get children next, of the deepest level at most."""
+        """Return the frontier whose children are drafted next; past the deepest level, that level's."""
         # Recording runs a level more often than there are levels.
         self.level.clamp_(max=self.shape.depth - 1)
         return self.frontier(self.level)
 
     @property
     def words(self) -> Int[Tensor, "B W words"]:
-        """Return the positions that each frontier node sees, over num_positions."""
+        """Return the ancestor mask of each frontier node over num_positions positions, as bits in words."""
         num_words = num_ancestor_words(self.shape.num_positions)
         return self._all.words[: self.batch, : self.width, :num_words]
 
     def inputs(self) -> Float[Tensor, "B W H"]:
-        """Return the features of the frontier's parents."""
+        """Return the features of the frontier's parents, which the head reads next."""
         level_before = (self.level - 1).clamp(min=0)
         features = self._all.features.index_select(0, level_before)[0]
         before = features[: self.batch, : self.width]
@@ -291,8 +293,8 @@ class PaddedDraft:
         """Add a level's children and choose the next frontier among them.
 
         Args:
-            features: from which they were ranked; F is 1 at the first level, and the width after
-                it.
+            features: features from which the children were ranked; F is 1 on the first level, then
+                the width.
             scores: log-probabilities given their parents, before calibration; -inf is padding.
             own: the head's own log-probabilities.
         """
@@ -408,7 +410,7 @@ class PaddedDraft:
         )
 
     def levels(self, num: int, depth: int) -> list[Float[Tensor, "B _ K"]]:
-        """Return the log values of each level's nodes, by parent."""
+        """Return the log values of each level's nodes, grouped by parent."""
         children = self.shape.children
         log_values = self._all.log_values[:num]
         first = log_values[:, 1 : 1 + children]
@@ -419,7 +421,7 @@ class PaddedDraft:
         return levels
 
     def offered(self, kinds: Int[Tensor, " B"], num: int, depth: int) -> Proposals:
-        """Return the children that were offered, for the calibration's update."""
+        """Return all proposed children, from which the calibration is updated."""
         levels = [self._all.offered_level(i, num, self.width if i else 1) for i in range(depth)]
         return Proposals(kinds, levels)
 
@@ -427,7 +429,7 @@ class PaddedDraft:
         return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]
 
     def frontier(self, level: int | Tensor, num: int | None = None) -> Frontier:
-        """Return the frontier that gets children at this level; its values are those of the newest one."""
+        """Return the nodes whose children are drafted at a level. Only the newest level's values are valid."""
         of = self._all
         if isinstance(level, int):
             tokens = of.frontier_tokens[level]

@@ -35,7 +35,8 @@ log = logging.getLogger("eagle_ray")
 def offered_tokens(
     speculative: DraftSettings, target: TargetModel, head: DraftHead
 ) -> Int[Tensor, " Dv"] | None:
-    """Return the tokens that a head may offer if it uses the target's lm_head. None means all, or the head's own."""
+    """Return the tokens that a head may draft through the target's lm_head. None is all tokens, or
+    a head's own lm_head."""
     name = speculative.draft_vocab
     if not isinstance(head, EagleHead) or head.lm_head is not None or name == ALL_TOKENS:
         return None
@@ -53,7 +54,7 @@ def head_vocab(head: Path, vocab_size: int) -> list[int] | None:
 
 
 def frequent_ids(vocab_size: int, ends: Iterable[int]) -> list[int] | None:
-    """Return the first ids of a large vocabulary and the ends of sequences, or None if every token is offered."""
+    """Return the lowest ids of a large vocabulary with the end-of-sequence ids, or None if every token is drafted."""
     if vocab_size <= LARGE_VOCAB:
         return None
     log.info(

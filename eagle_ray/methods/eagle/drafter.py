@@ -137,7 +137,7 @@ class EagleDrafter(PairDrafter):
         return DraftedTree(draft.tree(num, depth), draft.levels(num, depth), feedback, num_rows)
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Queue the pairs of the accepted path. Learn from it if the tree is a replayed draft's."""
+        """Queue the pairs of the accepted path. If the tree is from a replayed draft, learn from the path as well."""
         super().extend(batch, verified)
         calibration = self.ranking.calibration
         if calibration is not None and self._learns_in_pass and verified.tree.num_nodes > 1:
@@ -162,7 +162,7 @@ class EagleDrafter(PairDrafter):
     def recordings(
         self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
-        """Yield what records each pass of levels with top_k children per node, the largest of a kind first."""
+        """Yield functions that record each pass of levels with top_k children per node, the largest of a kind first."""
         runner, plan = self._runner, DraftPlan(2, top_k)
         for size in runner.sizes(runner.draft_size, self._target.cache.num_slots):
             yield partial(self._record_first, size, plan, max_length, params)

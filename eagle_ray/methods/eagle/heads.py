@@ -46,11 +46,11 @@ class DraftHead(Protocol):
 
     Attributes:
         config: the head's own shape.
-        embed_tokens: None if the target's embedding is used.
+        embed_tokens: the head's own token embedding; None if it uses the target's.
         token_ids: the target's id of each token that the head can draft; None is the whole
             vocabulary.
-        first_position: index of the first token that it reads at rope position 0: 1 if each token
-            goes with the feature before it, 0 if it reads tokens alone.
+        first_position: index of the token that is at rope position 0: 1 if the head pairs each
+            token with the feature before it, 0 if it reads tokens alone.
     """
 
     config: PretrainedConfig
@@ -67,10 +67,11 @@ class DraftHead(Protocol):
         """Return the shape of the keys and values that it keeps per token."""
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...] | None:
-        """Return the layers of the target whose concatenated inputs are its feature; None is what the lm_head reads."""
+        """Return the target's layers whose concatenated inputs are the head's feature; None is the
+        last hidden state."""
 
     def project_features(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows H"]:
-        """Return the target's features in the width of the head's own outputs."""
+        """Return the target's features projected to the width of the head's own outputs."""
 
     def __call__(
         self,
@@ -90,7 +91,7 @@ class DraftHead(Protocol):
     def logits(
         self, hidden: Float[Tensor, "*rows H"], target_logits: LogitsOf
     ) -> Float[Tensor, "*rows Dv"]:
-        """Return the logits after each output."""
+        """Return the logits of the token after each output of the head."""
 
 
 class EagleHead(nn.Module):
@@ -102,8 +103,8 @@ class EagleHead(nn.Module):
         own_lm_head: the checkpoint has its own lm_head, over all of the target's tokens.
 
     Attributes:
-        draft_vocab: the tokens that it was published to offer, the most frequent first; None says
-            nothing.
+        draft_vocab: the draft vocabulary published with the head, the most frequent token first;
+            None if there is none.
     """
 
     token_ids = None
@@ -266,13 +267,13 @@ class Eagle3Head(nn.Module):
 
 
 class PEagleHead(Eagle3Head):
-    """P-EAGLE: an EAGLE-3 head that drafts all levels in one pass, with masks for what is not known yet.
+    """P-EAGLE: an EAGLE-3 head that drafts all levels in one pass, with mask inputs for unknown tokens and features.
 
     Rows after the root's pair read the embedding of `mask_token_id` and, for a feature of the
     target, `mask_hidden`.
 
     Args:
-        mask_shape: shape of mask_hidden, which has as many elements as the target's feature.
+        mask_shape: shape of mask_hidden. It has as many elements as the target's feature.
         sizes: as for Eagle3Head.
     """
 
@@ -316,7 +317,8 @@ HeadForward = Callable[
 
 @singledispatch
 def head_forward(head: nn.Module) -> HeadForward:
-    """Return the function that runs a head on R pairs: embeddings, reduced features, positions and their layout."""
+    """Return a function that runs a head on R pairs, given embeddings, projected features,
+    positions and their layout."""
     return lambda embeddings, features, positions, layout: head(
         embeddings[None], features[None], positions[None], layout
     )[0]

@@ -37,11 +37,12 @@ HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 class HeadAttention(LlamaAttention):
-    """Attention of a head's layer.
+    """Attention of a draft head's layer: LlamaAttention with optional windows, query and key norms, and an output bias.
 
     Read of the config, each absent by default:
-        layer_windows: the window of each layer, None without one.
-        has_qk_norms: q_norm and k_norm are there.
+
+        layer_windows: attention window of each layer, None without one.
+        has_qk_norms: the layer has q_norm and k_norm.
         has_output_bias: o_proj has a bias.
     """
 
@@ -166,7 +167,8 @@ def exact_rotary(config: PretrainedConfig) -> LlamaRotaryEmbedding:
 
 
 def order_of_rotary(head_dim: int, rotary_dim: int) -> list[int]:
-    """Return the order of a head's elements in which kernels that rotate (i, i + d/2) rotate its first rotary_dim."""
+    """Return the permutation of a head's elements under which kernels that rotate (i, i + d/2)
+    rotate its first rotary_dim."""
     half = rotary_dim // 2
     middle = rotary_dim + (head_dim - rotary_dim) // 2
     parts = (
@@ -184,7 +186,7 @@ def with_partial_rotary(
     """Return a draft head's tensors with the elements of each query and key in `order_of_rotary`.
 
     Args:
-        config: the head's; without its `rotary_dim` nothing is moved.
+        config: the head's config; without `rotary_dim` the tensors stay as they are.
     """
     rotary_dim = getattr(config, "rotary_dim", None)
     if rotary_dim is None:

@@ -50,7 +50,8 @@ class StaticPlanner:
     """Drafts and verifies one fixed tree.
 
     Args:
-        width: children drawn for each node that has any; at least tree.width, the default.
+        width: number of children drafted for each node that has any; at least tree.width, the
+            default.
     """
 
     def __init__(self, tree: StaticTree, width: int | None = None):
@@ -91,7 +92,7 @@ class RankAcceptance(Calibration):
     Counted on the device and read now and then.
 
     Args:
-        width: ranks that are counted; children past it are not.
+        width: number of ranks that are counted; children of a higher rank are ignored.
     """
 
     def __init__(self, levels: int, width: int, device: torch.device | str = "cpu"):
@@ -116,10 +117,10 @@ class RankAcceptance(Calibration):
         counts[:, -1] += reached.sum(1)
 
     def rates(self) -> list[list[float]]:
-        """Return rates by [depth][rank]; a level that was seldom reached is shrunk towards the one
-        above it. Syncs once.
+        """Return acceptance rates by [depth][rank]. Syncs with the device once.
 
-        The initial guess counts as PRIOR samples, on the first level only.
+        A level that was seldom reached is shrunk towards the one above it, and the first level
+        towards an initial guess that weighs as much as PRIOR samples.
         """
         rates = []
         guess = [FIRST_GUESS * GUESS_RATIO**rank for rank in range(self._width)]
@@ -135,7 +136,7 @@ class SequoiaPlanner:
     """Plans the best fixed tree by measured acceptance.
 
     Args:
-        measured: what the drafter learns from the target's picks.
+        measured: acceptance rates, which the drafter measures.
         max_nodes: drafted nodes, root excluded.
     """
 
@@ -171,15 +172,15 @@ class SequoiaPlanner:
 
 
 class RulePlanner(UniformPlanner):
-    """Drafts trees within bounds.
+    """Drafts level by level until a published rule (DDD, OPT-Tree) stops it, within bounds.
 
-    The rules look at EAGLE-2's draft between two levels and know nothing of costs: their thresholds
-    stand for them. A batch is drafted together, so it ends when every sequence's rule says so. The
-    host reads the answer after every level. The papers tune both thresholds by target; the ones
-    here are ours.
+    The rule reads EAGLE-2's draft between two levels. It knows no measured costs: a threshold
+    stands for them. A batch is drafted together, so drafting ends when the rule says stop for every
+    sequence. The host reads the rule's result after every level. The papers tune both thresholds
+    per target; the ones here are our own choice.
 
     Args:
-        rule: which sequences need no further level.
+        rule: returns which sequences need no further level.
     """
 
     def __init__(self, bounds: TreeBounds, rule: StopRule):

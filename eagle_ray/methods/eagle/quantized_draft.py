@@ -102,7 +102,7 @@ class _PriceRule(Structure):
 
 
 class QuantizedDraft:
-    """The draft in the making. One at a time; the results of a draft are overwritten by the next one.
+    """A draft that is being computed by C++. There is one at a time: the next draft overwrites its results.
 
     Args:
         parts: the head's projections, by the names in HEAD_PROJECTIONS.
@@ -147,10 +147,10 @@ class QuantizedDraft:
         queue: FeatureBuffer,
         max_depth: int,
     ) -> QuantizedDraft | None:
-        """Return a drafter in C++ for an EAGLE head, or None if the C++ does not support the head.
+        """Return a QuantizedDraft for an EAGLE head, or None if the C++ does not support the head.
 
         Args:
-            target_logits: what a head without an lm_head of its own offers.
+            target_logits: the target's lm_head, for a head without its own.
         """
         modules = _modules_of(head, target_logits)
         if modules is None or max_depth < 1:
@@ -220,7 +220,7 @@ class QuantizedDraft:
         self._drafts = drafts
 
     def grow(self, ranking: CandidateRanker) -> None:
-        """Run the head on the frontier, or on the unread pairs at first, and add the ranked children."""
+        """Add a level: run the head on the frontier (at first, on the unread pairs) and append the ranked children."""
         drafts = self._drafts
         num_parents = drafts.width if self.depth else 1
         drafts.level = self.depth
@@ -237,10 +237,11 @@ class QuantizedDraft:
         self.depth += 1
 
     def grow_all(self, plan: DraftPlan, token_ids: Int[Tensor, " D"] | None) -> None:
-        """Draft all levels of the started plan: the head's likeliest children, until its rule ends the draft.
+        """Draft all levels of the started plan, until its rule ends the draft. Children are the
+        head's likeliest tokens.
 
         Args:
-            token_ids: tokens of the head's logits; None is all of the vocabulary.
+            token_ids: the token of each of the head's logits; None is the whole vocabulary.
         """
         assert token_ids is None or token_ids.is_contiguous()
         rule = None
@@ -263,7 +264,7 @@ class QuantizedDraft:
         return self._draft.levels(self._num, self.depth)
 
     def frontier(self) -> Frontier:
-        """Return the nodes of the last level with the most valuable children."""
+        """Return the nodes of the last level that are expanded next: those of the highest value."""
         return self._draft.frontier(self.depth, self._num)
 
     @property

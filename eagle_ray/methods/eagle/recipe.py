@@ -104,7 +104,7 @@ class EagleRecipe(HeadRecipe):
 
     Args:
         raw_config: the head's config.json.
-        dtype: dtype of matrix products.
+        dtype: dtype in which matrix products are computed.
         start: head to train further; None draws a new one.
     """
 
@@ -277,8 +277,8 @@ class Eagle3Recipe(HeadRecipe):
 
     Args:
         raw_config: the head's config.json.
-        feature_scale: factor of each number of the target's concatenated features (see
-            `feature_scale`).
+        feature_scale: factor by which each element of the target's concatenated features is
+            multiplied (see `feature_scale`).
         dtype: dtype of matrix products.
         start: head to train further; None draws a new one.
     """
@@ -454,7 +454,7 @@ def unroll(
     output of the pass before, as it does when it drafts.
 
     Args:
-        hidden: what the first pass reads.
+        hidden: features that the first pass reads.
     """
     pairs = batch.packed.pairs
     ids = batch.packed.ids

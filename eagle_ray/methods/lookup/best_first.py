@@ -54,13 +54,11 @@ class GrowthRequest:
 
     Attributes:
         bounds: bounds of each tree.
-        ends: tokens that are the last of their sequence, which get no children; -1 is none. On the
-            CPU.
+        ends: end-of-sequence tokens, which get no children; -1 is none. On the CPU.
         parameters: parameters of the calibration, by level and kind of row, on the CPU; None: no
             calibration.
-        kinds: kind of each row, see Calibration.
-        is_padded: give every tree the nodes of the largest tree within the bounds, and not of the
-            largest one grown.
+        kinds: 1 for sampled rows, 0 for greedy ones.
+        is_padded: pad trees to the node count of the bounds instead of the largest tree grown.
     """
 
     bounds: TreeBounds
@@ -72,7 +70,7 @@ class GrowthRequest:
 
 @dataclass(frozen=True, slots=True)
 class GrownTrees:
-    """Trees on the CPU.
+    """Trees grown best first, on the CPU.
 
     Attributes:
         levels: log values of the nodes by depth, padded with -inf to those of the widest level.

@@ -60,7 +60,7 @@ Counts = dict[tuple[int, ...], dict[int, int]]
 
 @runtime_checkable
 class Reader(Protocol):
-    """Reads one sequence from its first token on."""
+    """An index's view of one sequence, whose tokens it reads in order from the first one on."""
 
     def read(self, token_ids: list[int]) -> None:
         """Read further tokens."""
@@ -71,7 +71,7 @@ class Reader(Protocol):
 
 @runtime_checkable
 class LookupIndex(Protocol):
-    """Protocol of an index of continuations. It makes the readers, one for each sequence."""
+    """Protocol of an index of continuations, with one reader for each sequence."""
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class LookupIndex(Protocol):
     def grow(
         self, readers: Sequence[Any], roots: Sequence[int], request: GrowthRequest
     ) -> GrownTrees:
-        """Return the trees after the tokens read.
+        """Return a tree of continuations after the tokens that each reader has read.
 
         Args:
             roots: the last token of each sequence.
@@ -99,11 +99,11 @@ class LookupIndex(Protocol):
         """Return the tokens read so far, and how many of them a lookup would have predicted. None if not counted."""
 
     def texts(self) -> Texts | None:
-        """Return the texts that all sequences share, the oldest first; None if they share none."""
+        """Return the texts indexed for all sequences together, the oldest first; None if sequences share none."""
 
 
 def newest_texts(texts: Texts, max_tokens: int) -> dict[str, Tensor]:
-    """Return the newest whole texts that have at most this many tokens together."""
+    """Return the newest texts that together have at most this many tokens; no text is cut."""
     lengths, tokens = texts
     num_texts = int((lengths.flip(0).cumsum(0) <= max_tokens).sum())
     newest = lengths[len(lengths) - num_texts :]
@@ -112,7 +112,7 @@ def newest_texts(texts: Texts, max_tokens: int) -> dict[str, Tensor]:
 
 
 def checked_texts(state: Mapping[str, Tensor], vocab_size: int | None) -> list[list[int]]:
-    """Return the texts of a state. Raises ValueError if they are damaged or of another vocabulary."""
+    """Return the texts in a saved state. Raises ValueError if they are damaged or from another vocabulary."""
     lengths = state.get("lengths")
     tokens = state.get("tokens")
     if lengths is None or tokens is None:
@@ -135,7 +135,7 @@ def _num_tokens(lengths: Int[Tensor, " T"]) -> int:
 
 
 class CursorIndex:
-    """The part of an index in Python that all of them share."""
+    """Base class of the indexes in Python, which grow trees through their readers' cursors."""
 
     def read(self, readers: Sequence[Reader], news: Sequence[list[int]]) -> None:
         for reader, token_ids in zip(readers, news, strict=True):
@@ -158,7 +158,8 @@ def interpolate(contexts: Iterable[tuple[int, Mapping[int, int]]], width: int) -
     """Return the `width` likeliest next tokens, ties to the lower id; their probabilities sum to less than 1.
 
     Args:
-        contexts: the length of each, longest first, and how often each token has followed it.
+        contexts: for each context, longest first, its length and how often each token has followed
+            it.
     """
     children: dict[int, float] = {}
     left = 1.0
@@ -193,9 +194,9 @@ class _Drafted:
 
 
 class LookupDrafter(NullDrafter):
-    """Trees are grown best first (best_first.py), so `plan.width` and `plan.should_stop` are not read.
+    """Proposes continuations from an index. `plan.width` and `plan.should_stop` are not read: trees grow best first.
 
-    With graphs the target's passes are replayed, and a step is launched ahead only if it drafts
+    With graphs, the target's passes are replayed, and a step is launched ahead only if it drafts
     nothing.
 
     Args:
@@ -270,11 +271,12 @@ class LookupDrafter(NullDrafter):
         max_nodes: int,
         ends: Int[Tensor, "B E"] | None = None,
     ) -> DraftTree:
-        """Return the trees of these texts on the CPU, [B, 1 + max_nodes], without calibration; roots end the texts.
+        """Return uncalibrated trees of these texts on the CPU, [B, 1 + max_nodes]; a root is the
+        last token of its text.
 
         Args:
-            slots: the seat of each text in the batch, as in `draft`.
-            ends: tokens that get no children, -1 is none.
+            slots: slot of each text in the batch, as in `draft`.
+            ends: tokens that get no children; -1 is none.
         """
         reads = self._register(list(slots), list(texts))
         self._catch_up(reads)
@@ -298,7 +300,7 @@ class LookupDrafter(NullDrafter):
         self._num_taught = 0
 
     def state(self) -> dict[str, Tensor]:
-        """Return the newest texts of the index, if all sequences share one, and the calibration."""
+        """Return the calibration, and the newest texts of the index if all sequences share one."""
         state = {} if self._calibration is None else self._calibration.fit.state()
         self._catch_up(list(self._reads.values()))
         texts = self.source.texts()
@@ -371,7 +373,7 @@ class LookupDrafter(NullDrafter):
 def offered_on_path(
     tree: DraftTree, later: Sequence[list[int]], num_levels: int
 ) -> tuple[Float[Tensor, "L M K"], Bool[Tensor, "L M K"], Bool[Tensor, "L M"]] | None:
-    """Return the proposals along the paths that texts took through their trees, as Calibration.update reads them.
+    """Return the proposals along the paths that texts took through their trees, for Calibration.update.
 
     Args:
         later: the tokens that followed each root.
@@ -434,7 +436,7 @@ class NgramIndex(CursorIndex):
 
 
 class NgramReader:
-    """The n-grams of one sequence."""
+    """Reads one sequence and counts its n-grams."""
 
     def __init__(self) -> None:
         self._counts: Counts = {}
@@ -464,8 +466,8 @@ class NgramCursor:
     """A position in the n-grams of a sequence.
 
     Attributes:
-        counts: counts of the sequence.
-        tail: its last tokens, drafted ones included.
+        counts: how often each token has followed each n-gram of the sequence.
+        tail: last tokens of the text and the drafted path.
     """
 
     counts: Counts
@@ -487,7 +489,7 @@ def make_drafter(speculative: DraftSettings, target: TargetModel, weights: None)
 def lookup_drafter(
     source: LookupIndex, speculative: DraftSettings, target: TargetModel
 ) -> LookupDrafter:
-    """Return the drafter over an index. What is merged with others is calibrated there."""
+    """Return the drafter over an index; without a calibration if its trees are merged, since the merge calibrates."""
     is_merged = len(parts_of(speculative.merged_methods)) > 1
     calibration = None if is_merged else Calibration(speculative.max_depth)
     return LookupDrafter(source, speculative.tree_bounds, calibration, target.vocab_size)

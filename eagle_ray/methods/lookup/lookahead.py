@@ -1,9 +1,9 @@
 """LookaheadDrafter: the target guesses ahead of itself while it verifies (lookahead decoding, arXiv 2402.02057).
 
-In addition to drafts each tree holds a window of guesses: W chains of R tokens, the tops of the
-chains one after the other. The pick after a chain makes it a run of R + 1 tokens as the target
-would go on; the run joins the pool, its last R tokens are the chain of the next step, and what the
-pool knows to follow the text is drafted.
+In addition to drafts each tree holds a window of guesses: W chains of R tokens, whose first tokens
+form one path. The token that the target samples after a chain completes a run of R + 1 tokens. The
+run joins the pool, and its last R tokens are the chain of the next step. Drafts are runs of the
+pool that continue the text.
 
     root - a - b - c           chains   a d f     runs  a d f p
            |   |   |                    b e g           b e g q     p, q, r: the target's picks after f, g, h
@@ -11,8 +11,8 @@ pool knows to follow the text is drafted.
            |   |   |
            f   g   h
 
-A guess is hardly ever accepted; what it is worth is what the pool has earned for each guess
-verified so far.
+A guess itself is hardly ever accepted. Its value is the number of accepted tokens that the pool has
+brought per verified guess so far.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ MAX_WORTH = 0.1
 
 
 class Pool(CursorIndex):
-    """Runs of tokens that the target continued from guesses, shared by all sequences."""
+    """The pool of lookahead decoding: runs of tokens that the target continued from guesses, shared
+    by all sequences."""
 
     def __init__(self) -> None:
         self.counts: Counts = {}
@@ -107,11 +108,11 @@ class _Guessed:
 
 
 class LookaheadDrafter(NullDrafter):
-    """Verifies guesses together with drafts, and proposes what the target continued from them.
+    """Verifies guesses together with drafts, and proposes the runs that the target completed from earlier guesses.
 
     Args:
-        bounds: sizes of the trees of continuations and of the window, whose R rows have
-            max_depth + 1 - R chains.
+        bounds: sizes of the trees of continuations. The window has R = max_depth // 2 rows (at
+            least 1) and max_depth + 1 - R chains.
     """
 
     supports_graphs = False

@@ -110,7 +110,7 @@ class NativeIndex:
         return NativeReader(self, self._library.lookup_add_reader(self._handle))
 
     def discard(self, number: int) -> None:
-        """Discard a reader, and with n-grams what it read, before the next reading. Any thread may collect it."""
+        """Mark a reader for removal before the next read, with its n-grams if it has any. Any thread may call it."""
         self._discarded.append(number)
 
     def read(self, readers: Sequence[NativeReader], news: Sequence[list[int]]) -> None:

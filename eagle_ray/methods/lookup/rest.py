@@ -40,7 +40,7 @@ class SuffixArray:
     """A suffix array over a datastore.
 
     Attributes:
-        longest: maximum length of a run to look up, in tokens, plus the token after it.
+        longest: maximum tokens of a run that can be looked up, plus one for the token after it.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], longest: int):
@@ -52,11 +52,11 @@ class SuffixArray:
 
     @property
     def all(self) -> Interval:
-        """Return the interval of the empty run."""
+        """Return the interval of all positions, which are the occurrences of the empty run."""
         return 0, len(self._positions)
 
     def narrowed(self, interval: Interval, length: int, token: int) -> Interval:
-        """Return the occurrences of a run of `length` tokens that this token follows."""
+        """Return the interval of a run extended by this token, from the interval of the run of `length` tokens."""
 
         def following(i: int) -> int:
             return self._tokens[self._positions[i] + length]
@@ -95,7 +95,7 @@ MAX_POSITIONS = 64  # positions of a context that are looked at
 
 
 class RestIndex(CursorIndex):
-    """An index of texts that were given, not of sequences.
+    """An index over a fixed datastore of texts; the sequences themselves are not indexed.
 
     Args:
         texts: token ids of the target's vocabulary.
@@ -134,7 +134,7 @@ class RestReader:
 
 @dataclass(frozen=True, slots=True)
 class RestCursor:
-    """intervals[m]: occurrences of the last m tokens."""
+    """A position after the text and a drafted path: intervals[m] has the occurrences of its last m tokens."""
 
     datastore: SuffixArray
     intervals: tuple[Interval, ...]

@@ -52,7 +52,8 @@ class SuffixAutomaton:
         self._counts: list[int] = [0]  # how often a state's runs have been read
 
     def append(self, state: int, token: int) -> int:
-        """Return the state of a whole text from that of all but its last token; ROOT_NODE is the empty text's."""
+        """Append a token to a text. Return the text's new state from its old one, which is
+        ROOT_NODE for the empty text."""
         self.num_tokens += 1
         known = self._next[state].get(token)
         if known is not None:
@@ -71,7 +72,7 @@ class SuffixAutomaton:
         return grown
 
     def step(self, state: int, token: int) -> int | None:
-        """Return the state after one of the state's runs and this token, or None."""
+        """Return the state reached from this one by a token, or None if no run of the state was followed by it."""
         return self._next[state].get(token)
 
     def follows(self, state: int) -> dict[int, int]:
@@ -80,7 +81,7 @@ class SuffixAutomaton:
         return {token: max(self._counts[there], 1) for token, there in following}
 
     def num_following(self, state: int) -> int:
-        """Return how many different tokens have followed it."""
+        """Return how many different tokens have followed the state's longest run."""
         return len(self._next[state])
 
     def _of_length(self, state: int, token: int, there: int) -> int:
@@ -122,10 +123,10 @@ VAGUE = 256  # different tokens after a context that make it too vague to ask
 
 
 class SuffixIndex(CursorIndex):
-    """Two automata: a young one that is read into, and an old one that is only asked. NativeIndex in Python.
+    """The suffix index in Python (NativeIndex is the C++ one), of two automata: a young one and an old one.
 
-    When the young one has half of the capacity, it becomes the old one, so that the older half of
-    the texts goes.
+    New tokens go to the young one; the old one is only read. When the young one has half of the
+    capacity, it replaces the old one, which discards the older half of the texts.
 
     Args:
         capacity: maximum number of tokens.
@@ -147,7 +148,7 @@ class SuffixIndex(CursorIndex):
         self.old = Generation()
 
     def rotate(self) -> None:
-        """Let the young automaton be the old one if it is full."""
+        """Replace the old automaton by the young one if that is full, and start an empty young one."""
         if self.young.automaton.num_tokens >= self._half:
             self.old = self.young
             self.young = Generation()
@@ -234,10 +235,10 @@ class SuffixReader:
 
 @dataclass(frozen=True, slots=True)
 class SuffixCursor:
-    """A state of the automaton.
+    """A state of one automaton: where the text and the drafted path end in it.
 
     Attributes:
-        length: length of the run of this state that ends the text and the drafted path.
+        length: tokens at the end of text and path that this state matches.
     """
 
     automaton: SuffixAutomaton
@@ -252,7 +253,7 @@ class SuffixCursor:
         return SuffixCursor(self.automaton, ROOT_NODE, 0)
 
     def informative(self) -> list[tuple[int, dict[int, int]]]:
-        """Return the first contexts that are worth asking, with their lengths and what followed them."""
+        """Return the longest contexts that were followed by few different tokens: their lengths and follower counts."""
         worth = (
             (s, n)
             for s, n in self._contexts()
@@ -272,7 +273,7 @@ class SuffixCursor:
 
 @dataclass(frozen=True, slots=True)
 class TwoCursors:
-    """The contexts of both automata, the longest first."""
+    """A cursor in the young and in the old automaton; children come from the contexts of both."""
 
     young: SuffixCursor
     old: SuffixCursor

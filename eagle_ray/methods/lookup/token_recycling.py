@@ -1,4 +1,5 @@
-"""RecyclingDrafter: the target's own runners-up after each token, proposed again later (Token Recycling, 2408.08696).
+"""RecyclingDrafter: draft the tokens that the target ranked best after each token earlier (Token
+Recycling, 2408.08696).
 
 The logits of every verified row rank the tokens after its token. The best K are kept per token,
 accepted or not; a tree grows by looking up each node's token:
@@ -31,7 +32,7 @@ class RecyclingDrafter(NullDrafter):
     """Proposes the tokens that the target ranked highest after each token.
 
     Args:
-        max_children: K, the most children of a node.
+        max_children: K, the maximum number of children per node.
     """
 
     supports_graphs = False
@@ -65,7 +66,8 @@ class RecyclingDrafter(NullDrafter):
         sampling: SamplingBatch,
         texts: Sequence[TokenSequence],
     ) -> Draft:
-        """Give the top `width` nodes of each level the kept tokens after their own as children."""
+        """Draft level by level: each of the best `width` nodes gets the stored tokens after its own
+        token as children."""
         if self._is_empty:
             return Draft(Draft.empty(roots).tree, [], 0, 0, is_exhausted=True)
         members = None if plan.members is None else torch.tensor(plan.members, device=roots.device)

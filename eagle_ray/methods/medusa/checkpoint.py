@@ -142,7 +142,7 @@ def check_hydra(path: Path, target: PretrainedConfig) -> HydraHeads:
 
 
 def medusa_contents(path: Path, target: PretrainedConfig) -> HeadContents:
-    """Sort the tensors of Medusa heads by whether they are used. Raises EngineError if they cannot be read."""
+    """Sort the tensors of Medusa heads into used, harmless and unknown. Raises EngineError if they cannot be read."""
     raw = read_config(path)
     shapes = read_shapes(path, _file_names(path, MEDUSA))
     return contents_of(
@@ -156,7 +156,7 @@ def medusa_contents(path: Path, target: PretrainedConfig) -> HeadContents:
 
 
 def hydra_contents(path: Path, target: PretrainedConfig) -> HeadContents:
-    """Sort the tensors of Hydra heads by whether they are used. Raises EngineError if they cannot be read."""
+    """Sort the tensors of Hydra heads into used, harmless and unknown. Raises EngineError if they cannot be read."""
     raw = read_config(path)
     return contents_of(
         HYDRA_HEADS,

@@ -36,7 +36,7 @@ class MedusaDrafter(NullDrafter):
 
     Args:
         heads: Medusa's or Hydra's heads.
-        calibration, coupling: see CandidateRanker.
+        calibration, coupling: corrections of the heads' probabilities, as in CandidateRanker.
     """
 
     supports_graphs = False
@@ -91,7 +91,7 @@ class MedusaDrafter(NullDrafter):
         return Draft(tree, builder.levels, builder.depth, len(at.host_slots))
 
     def extend(self, batch: DecodeSlots, verified: VerifyOutput) -> None:
-        """Keep the feature of each last accepted node."""
+        """Store the target's feature at the last accepted node of each sequence."""
         result = verified.result
         last = result.accepted_nodes.gather(1, result.num_accepted[:, None])
         rows = verified.rows.row_of.gather(1, last)[:, 0]

@@ -27,7 +27,7 @@ class MedusaHeads(nn.ModuleList):
 
     Attributes:
         num_levels: the longest path that can be drafted.
-        shape: what its costs depend on, as JSON.
+        shape: sizes that the cost of a pass depends on, as JSON.
     """
 
     method = "medusa"

@@ -112,7 +112,7 @@ class MedusaRecipe(HeadRecipe):
         return Losses(total, {"loss": float(total.detach()), **sums})
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the residual blocks' matrices."""
+        """Return the residual blocks' matrices, which Muon updates."""
         return [p for name, p in self.head.named_parameters() if name.endswith(BLOCK_WEIGHTS)]
 
     def save(self, path: Path) -> None:
