@@ -1,11 +1,11 @@
 """What Python gives: an LLM's keyword arguments and prompts, or a job's file, dictionary or JobConfig.
 
->>> engine_config("embedded:tiny", "embedded:tiny", {"slots": 4}).execution.slots
-4
->>> job_config({"input": {"path": "a.jsonl"}, "output": {"path": "runs/a"}}).output.path
-'runs/a'
->>> [request.prompt for request in prompt_requests(["Once", {"prompt": "Twice", "temperature": 0.5}])]
-['Once', 'Twice']
+    >>> engine_config("embedded:tiny", "embedded:tiny", {"slots": 4}).execution.slots
+    4
+    >>> job_config({"input": {"path": "a.jsonl"}, "output": {"path": "runs/a"}}).output.path
+    'runs/a'
+    >>> [request.prompt for request in prompt_requests(["Once", {"prompt": "Twice", "temperature": 0.5}])]
+    ['Once', 'Twice']
 
 Prompts become requests as a job's reader makes them of input rows. A prompt that cannot be read
 becomes a request with an error, like a bad row of a job.

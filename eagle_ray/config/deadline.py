@@ -1,4 +1,4 @@
-"""The moment by which a job shall be done, as `execution.finish_by` names it.
+"""Parse `execution.finish_by`: the time by which a job must be done.
 
     >>> now = datetime(2026, 11, 29, 20, 30, tzinfo=timezone.utc)
     >>> deadline_of("4h", now).isoformat()
@@ -8,8 +8,8 @@
     >>> deadline_of("2026-11-30T05:00:00Z", now).isoformat()
     '2026-11-30T05:00:00+00:00'
 
-A time of day is the next one, in this machine's zone if none is named. A duration counts from the
-start of the command.
+A time of day is the next such time, in this machine's time zone if none is given. A duration counts
+from the start of the command.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?:\s+(\S+))?")
 
 
 def deadline_of(text: str, now: datetime) -> datetime:
-    """Return the moment that the text names, with its zone. Raises ValueError.
+    """Return the time that the text stands for, with its time zone. Raises ValueError.
 
     Args:
-        now: the moment that a duration and a time of day count from, with its zone.
+        now: current time with its zone, from which a duration and a time of day count.
     """
     text = text.strip()
     if text and (duration := _DURATION.fullmatch(text)):
@@ -43,7 +43,7 @@ def deadline_of(text: str, now: datetime) -> datetime:
 
 
 def check_deadline(text: str) -> str:
-    """Return the text if it names a moment. Raises ValueError."""
+    """Return the text unchanged if deadline_of accepts it. Raises ValueError."""
     deadline_of(text, datetime.now(timezone.utc))
     return text
 

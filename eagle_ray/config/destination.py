@@ -1,4 +1,4 @@
-"""Where a run is published to, as `output.publish.to` and `eagle-ray publish --to` name it.
+"""Check the name of a publishing destination, as `output.publish.to` and `eagle-ray publish --to` take it.
 
 >>> check_destination("hf://datasets/org/name/folder")
 'hf://datasets/org/name/folder'
@@ -20,7 +20,7 @@ _ICEBERG = re.compile(r"([^/\s]+/)?[^/.\s]+(\.[^/.\s]+)+")
 
 
 def check_destination(text: str) -> str:
-    """Return the text if it names a destination. Raises ValueError."""
+    """Return the text unchanged if it names a destination. Raises ValueError."""
     kind = next((kind for kind in (HUB, DELTA, ICEBERG) if text.startswith(kind)), None)
     place = text.removeprefix(kind or "")
     parts = place.split("/")

@@ -160,7 +160,7 @@ class EngineConfig(StrictModel):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Return whether it is known where the model's tokenizer is."""
+        """Return whether the tokenizer of the model is available to this job."""
         return self.tokenizer is not None or self.is_child
 
     @property
@@ -170,10 +170,10 @@ class EngineConfig(StrictModel):
 
 
 def engine_faults(engine: EngineConfig, keys: Collection[str]) -> list[str]:
-    """Return a line for each key that does not go with engine.kind.
+    """Return an error line for each key that does not go with engine.kind.
 
     Args:
-        keys: dotted keys to which a source gives other values than their defaults.
+        keys: dotted keys that a source sets to other values than their defaults.
     """
     if engine.is_own:
         others = sorted(key for key in keys if key.startswith("engine.") and key != "engine.kind")

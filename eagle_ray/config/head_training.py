@@ -1,8 +1,8 @@
 """Configuration of `eagle-ray train`: its keys and their defaults, which are those of the published recipes.
 
->>> from eagle_ray.config import load_train_config
->>> load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"]).head.method
-'eagle2'
+    >>> from eagle_ray.config import load_train_config
+    >>> load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"]).head.method
+    'eagle2'
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _trained_method(method: str) -> str:
 
 
 class TargetConfig(StrictModel):
-    """The target that the head is for."""
+    """The target that the head is trained for."""
 
     target: Name = Field(
         default="embedded:tiny",
@@ -324,7 +324,7 @@ NOT_COMPARED = (
 
 
 def peak_rate(config: TrainConfig) -> float:
-    """Return the peak learning rate that optimizer.rate stands for."""
+    """Return the peak learning rate, with `auto` of optimizer.rate resolved."""
     rate = config.optimizer.rate
     if rate != "auto":
         return rate
@@ -332,12 +332,12 @@ def peak_rate(config: TrainConfig) -> float:
 
 
 def num_passes(config: TrainConfig) -> int:
-    """Return the unrolled passes that loss.passes stands for."""
+    """Return the number of unrolled passes, with null of loss.passes resolved."""
     return config.loss.passes or training_of(config.head.method).passes
 
 
 def num_warmup_steps(config: TrainConfig, num_steps: int) -> int:
-    """Return the steps of warm-up that optimizer.warmup_steps stands for."""
+    """Return the number of warm-up steps, with `auto` of optimizer.warmup_steps resolved."""
     steps = config.optimizer.warmup_steps
     if steps != "auto":
         return steps
@@ -354,7 +354,7 @@ def _published(config: TrainConfig) -> Training:
 
 
 def schedule_kind(config: TrainConfig) -> str:
-    """Return the schedule that optimizer.schedule stands for."""
+    """Return the learning rate schedule, with `auto` of optimizer.schedule resolved."""
     if config.optimizer.schedule != "auto":
         return config.optimizer.schedule
     return "plateau" if config.optimizer.kind == "muon" else "linear"

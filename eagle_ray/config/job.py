@@ -214,7 +214,7 @@ class ModelConfig(StrictModel):
 
     @property
     def draft_name(self) -> str | None:
-        """Return the drafts as output rows name them, or None."""
+        """Return the draft's name for output rows, several joined; None without a draft."""
         return " + ".join(self.drafts) or None
 
     @model_validator(mode="before")
@@ -379,7 +379,7 @@ class ChatConfig(StrictModel):
         return _given(cls, data)
 
     def options(self, own: Mapping[str, Any]) -> ChatOptions:
-        """Return the chat options of a row or a request: its own values, then this configuration's.
+        """Return the chat options of a request: its own values, and this configuration's for all others.
 
         Raises ValueError that begins with the name of a wrong value.
         """
@@ -447,7 +447,7 @@ class MarketPrices(StrictModel):
 
 
 def check_label(text: str) -> str:
-    """Return the text if it is KEY=VALUE. Raises ValueError."""
+    """Return the text unchanged if it is KEY=VALUE. Raises ValueError."""
     key, _, value = text.partition("=")
     if not key or not value or value.startswith("!"):
         raise ValueError("no KEY=VALUE of a node's label")
@@ -526,7 +526,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def check_shard(text: str) -> str:
-    """Return the text if it names a shard, or SLURM. Raises ValueError."""
+    """Return the text unchanged if it is a shard i/n, or SLURM. Raises ValueError."""
     if text != SLURM:
         parse_shard(text)
     return text
@@ -648,12 +648,12 @@ class ExecutionConfig(EnginesConfig):
 
     @property
     def is_elastic(self) -> bool:
-        """Return whether workers are added and let go while the job runs."""
+        """Return whether the number of workers changes while the job runs."""
         return self.on_late in ELASTIC
 
     @property
     def prices(self) -> Prices | None:
-        """Return the prices on demand and on spot nodes, which may be one."""
+        """Return the price on demand and the price on spot nodes, which may be equal."""
         price = self.price_per_hour
         return Prices.of(price.model_dump() if isinstance(price, MarketPrices) else price)
 
@@ -765,7 +765,7 @@ class JobConfig(StrictModel):
 
     @property
     def method_name(self) -> str:
-        """Return the methods that draft, joined by +, as rows name them."""
+        """Return the drafting methods joined by +, as output rows name them."""
         return spelled_out(self.speculative.merged_methods, self.model.drafts)
 
 

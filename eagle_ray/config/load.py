@@ -126,8 +126,8 @@ def _with_slurm_shard(config: JobConfig, env: Mapping[str, str]) -> JobConfig:
 def slurm_shard(env: Mapping[str, str]) -> str:
     """Return the shard of this task of a SLURM array, for example ``2/3`` for task 1 of ``--array=0-2``.
 
-    Raises ValueError if there is no array, or if its task ids have gaps: a task could not know its
-    place then.
+    Raises ValueError if there is no array, or if its task ids have gaps, since a task could not
+    tell its index then.
     """
     names = [f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "COUNT")]
     if missing := [name for name in names if not env.get(name, "").isdecimal()]:
@@ -436,7 +436,7 @@ def _model_at(root: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the class of a section from the annotation of its field, None for that of a value."""
+    """Return the model class that a field's annotation stands for, if the field is a section; None if it is a value."""
     # Python 3.10 calls list[str] a type.
     is_class = isinstance(annotation, type) and get_origin(annotation) is None
     return annotation if is_class and issubclass(annotation, BaseModel) else None

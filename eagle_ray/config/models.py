@@ -1,9 +1,9 @@
-"""Resolution and validation of the names of models, datastores and chat templates.
+"""Resolve and check the names of models, datastores and chat templates.
 
 Both read only names and directories, before the job reads rows or downloads anything.
 
-    check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...])) # ConfigError:
-    model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
+    check_model_names(load_config(None, sets=["model.target=embedded:tinny", ...]))
+    # ConfigError: model.target: must be embedded:tiny, ..., got 'embedded:tinny'; did you mean embedded:tiny?
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def resolve_paths(config: Config) -> Config:
 
 
 def check_model_names(config: JobConfig | ServeConfig) -> None:
-    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or
-    chat template, and for a chat section whose values do not fit together.
+    """Raise ConfigError for an invalid or missing target, draft, datastore, draft vocabulary or chat template.
+
+    Also raises it for a chat section whose values do not fit together.
     """
     model, method = config.model, config.speculative.merged_methods
     _check_name("target", model.target)
@@ -100,7 +101,7 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
 
 
 def with_draft(config: Config, draft: str | list[str] | None) -> Config:
-    """Return the configuration with this model.draft."""
+    """Return the configuration with model.draft replaced."""
     return config.model_copy(update={"model": config.model.model_copy(update={"draft": draft})})
 
 
@@ -121,7 +122,7 @@ def _resolved(name: str) -> str:
 
 
 def check_target_name(name: str) -> None:
-    """Raise ConfigError for the name of a target that cannot be one."""
+    """Raise ConfigError if a text cannot be the name of a target."""
     _check_name("target", name)
 
 

@@ -102,7 +102,7 @@ class _Logging(Record):
 
 
 class RunConfigRecord(Record):
-    """The settings that readers of a run take from its record; the run itself compares all of them."""
+    """The recorded settings that readers of a run use. A resumed run compares all settings, not only these."""
 
     model: _Models
     speculative: _Speculative
@@ -115,8 +115,8 @@ class RunRecord(RunIdentity):
     """``_run.json``.
 
     Attributes:
-        attempts: in order. No number is above `attempt`, since files of attempts below the first
-            are deleted.
+        attempts: attempts in order. No number is above `attempt`, since files of attempts below the
+            first are deleted.
     """
 
     format_version: int | None = None
@@ -137,8 +137,8 @@ class JobRecord(RunRecord):
     """``_run.json`` of a batch job.
 
     Attributes:
-        inputs: an InputListRecord; in format 1 the fingerprints themselves.
-        revisions: commits of the hub that the input is of, by repository and revision.
+        inputs: reference to the list of input files; in format 1 the fingerprints themselves.
+        revisions: commits on the hub that the input comes from, by repository and revision.
     """
 
     name: str
@@ -163,7 +163,7 @@ class InputListRecord(Record):
 
 
 class FingerprintRecord(Record):
-    """An input file as a run has read it."""
+    """The fingerprint of an input file when the run read it."""
 
     size: NonNegativeInt
     mtime_ns: int | None = None
@@ -179,15 +179,15 @@ class FingerprintRecord(Record):
 
 
 class FingerprintsRecord(RootModel[dict[str, FingerprintRecord]]):
-    """``_inputs-<random>.json``: fingerprints by path."""
+    """``_inputs-<random>.json``: the fingerprint of each input file, by path."""
 
 
 class ShardPlanRecord(Record):
     """``_shards.json``.
 
     Attributes:
-        config_hash: None in older records.
-        revisions: commits of the hub that all shards read, by repository and revision.
+        config_hash: hash of the configuration; None in older records.
+        revisions: commits on the hub that all shards read, by repository and revision.
     """
 
     count: PositiveInt
@@ -197,12 +197,12 @@ class ShardPlanRecord(Record):
 
 
 class EstimateRecord(Record):
-    """``_estimate.json``; what older records lack is None.
+    """``_estimate.json``; fields that older records lack are None.
 
     Attributes:
-        seconds, dollars: expected, low, high.
+        seconds, dollars: expected value, lower and upper bound.
         tokens_per_s: speed of one worker.
-        lengths: tokens of each output of the rows of the sample.
+        lengths: tokens of each output of the sample's rows.
         prompt_tokens: tokens of their prompts.
         acceptance: state of an AcceptanceModel, as lists; None if nothing was drafted.
     """
@@ -227,7 +227,7 @@ class UsageRecord(Record):
 
 
 class FallbacksRecord(Record):
-    """Why parts of the fast path do not run on a worker's CUDA device; None for what runs.
+    """Reasons why parts of the fast path do not run on a worker's CUDA device; None for a part that runs.
 
     Attributes:
         kernels: Triton's kernels.
@@ -241,7 +241,7 @@ class FallbacksRecord(Record):
 
 
 class ForecastRecord(Record):
-    """The bounds of a run, and how it is foreseen to end: `batch/driver/run_bounds.py`."""
+    """The bounds of a run and the forecast of its end and cost. See `batch/driver/run_bounds.py`."""
 
     finish_by: Time | None
     ends_at: Time | None
@@ -282,7 +282,7 @@ class _CountedRows(Record):
 
 
 class CountedRowsRecord(Record):
-    """The part of ``_summary.json`` that tells whether part files are missing."""
+    """The counts in ``_summary.json`` from which missing part files are detected."""
 
     total: _CountedRows
 
@@ -302,7 +302,7 @@ RecordKind = type[BaseModel]
 
 
 def check_record(kind: RecordKind, value: Any) -> None:
-    """Raise ValueError with one line about the first wrong value unless the value is such a record."""
+    """Raise ValueError, with one line about the first wrong value, unless the value fits the record's model."""
     try:
         kind.model_validate(value)
     except ValidationError as error:
@@ -362,7 +362,7 @@ _FREE_ON_RESUME = ("speculative.method", "speculative.sources")  # no draft chan
 
 
 def recorded(config: JobConfig) -> dict[str, Any]:
-    """Return the configuration for ``_run.json``, without on_finish: its URL and arguments may be secret."""
+    """Return the configuration to store in ``_run.json``, without on_finish, whose URL and arguments may be secret."""
     return config.model_dump(mode="json", exclude={"on_finish"})
 
 
@@ -375,7 +375,7 @@ def config_hash(config: JobConfig) -> str:
 
 
 def hash_of_dump(dump: dict) -> str:
-    """Return config_hash of the configuration with this dump, which this release has made."""
+    """Return config_hash for a dump of the configuration that this release has made."""
     compared = _compared(dump)
     set_keys = {
         key: value for key, value in compared.items() if key not in _ADDED or value != _ADDED[key]
@@ -384,9 +384,9 @@ def hash_of_dump(dump: dict) -> str:
 
 
 def is_hash_of_another(dump: dict, written_hash: str) -> bool:
-    """Return whether a dump of this release's keys has another hash than the recorded one, and so is damaged.
+    """Return whether a recorded dump does not have its recorded hash, which means that it is damaged.
 
-    A dump with the keys of another release tells nothing, since its hash may be of other keys.
+    A dump with the keys of another release is not checked, since its hash may cover other keys.
     """
     upgraded = upgrade_config(dump)
     has_our_keys = (
@@ -417,7 +417,7 @@ def upgrade_config(dump: dict) -> dict:
 
 
 def changed_keys(old: dict, new: dict) -> list[str]:
-    """Return the sorted dotted keys that a resume compares and that differ between two configuration dumps.
+    """Return the dotted keys, sorted, that differ between two configuration dumps and that a resume compares.
 
     Both arguments are results of ``JobConfig.model_dump(mode="json")``.
     """

@@ -22,10 +22,10 @@ class StrictModel(BaseModel):
 
 
 def priced_by(key: str, hint: str = "") -> Callable[[float | None, ValidationInfo], float | None]:
-    """Return a validator of dollars that may be spent: the price that says what is spent has to be set before them.
+    """Return a validator for a limit in dollars: the price by which spending is computed must be set as well.
 
     Args:
-        key: the price's key, with its section's name.
+        key: dotted key of the price.
         hint: end of the error, such as a key that may have been meant.
     """
     name = key.rpartition(".")[2]

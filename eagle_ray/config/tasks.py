@@ -1,7 +1,7 @@
 """Check that a configuration fits its `task`: keys of generated text are refused for embeddings, and the reverse.
 
-for_task(load_config(None, sets=["task=embed", "sampling.top_k=4", ...]))       # ConfigError:
-sampling.top_k: it is for generated text, and task is embed. Leave it out
+    for_task(load_config(None, sets=["task=embed", "sampling.top_k=4", ...]))
+    # ConfigError: sampling.top_k: it is for generated text, and task is embed. Leave it out
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ NO_DRAFT = ("speculative.method", "none")  # the task sets it itself
 
 
 def for_task(config: Config, given: Mapping[str, Any]) -> Config:
-    """Return the configuration without drafts if it is for embeddings. Raises ConfigError for keys of the other task.
+    """Check the keys of `task`. Return the configuration, without drafts for embeddings. Raises
+    ConfigError for another task's keys.
 
     Args:
-        given: values of the dotted keys that a source sets; null and a key's default ask for
-            nothing.
+        given: values of the dotted keys that a source sets; null and a key's default have no
+            effect.
     """
     is_text = config.task == "generate"
     others, what = (EMBEDDING_KEYS, "embeddings") if is_text else (OF_TEXT, "generated text")
@@ -60,10 +61,10 @@ def for_task(config: Config, given: Mapping[str, Any]) -> Config:
 
 
 def check_scored(config: JobConfig, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys of sampling that have no effect because other keys have every row scored.
+    """Raise ConfigError for keys of `sampling` that have no effect because other keys make every row a scored one.
 
     Args:
-        given: as for_task takes it.
+        given: values of the dotted keys that a source sets, as for for_task.
     """
     section = "sampling."
     params = SamplingSettings(**dict(config.sampling))
@@ -76,12 +77,12 @@ def check_scored(config: JobConfig, given: Mapping[str, Any]) -> None:
 
 
 def for_engine(config: JobConfig, given: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration with what another engine's rows name as their model, and without drafts.
+    """Return the configuration for another engine: with the model name that its rows show, and without drafts.
 
     Raises ConfigError for keys that do not go with engine.kind.
 
     Args:
-        given: as for_task takes it.
+        given: values of the dotted keys that a source sets, as for for_task.
     """
     engine = config.engine
     wanted = {

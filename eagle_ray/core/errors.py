@@ -77,8 +77,8 @@ def without_values(error: RequestError, names: Container[str] = ()) -> RequestEr
         names: names of columns that the configuration or this package names; another one is not
             shown.
 
-    >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
-    column 'prompt': a value is not of the type that it must have. The value is not shown, as ...
+        >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
+        column 'prompt': a value is not of the type that it must have. The value is not shown, as ...
     """
     if error.code in VALUE_FREE:
         return error
@@ -126,8 +126,8 @@ def first_line_of(error: BaseException) -> str:
 def wide_encoding(start: bytes) -> str | None:
     """Return UTF-16 or UTF-32 if a text file with these first bytes is written so, with or without a byte order mark.
 
-    >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
-    ('UTF-16', None)
+        >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
+        ('UTF-16', None)
     """
     codec = json.detect_encoding(start)
     name = codec[:6].upper()

@@ -1,9 +1,9 @@
 """StartLog: tell what a start is doing while it takes long, and how long each part took once the engine is ready.
 
-start = StartLog()
-with start.part("read", "reading the target's weights: 0.9 GB from models/llama"):
-    ...
-start.ready()
+    start = StartLog()
+    with start.part("read", "reading the target's weights: 0.9 GB from models/llama"):
+        ...
+    start.ready()
 
 reading the target's weights: 0.9 GB from models/llama
 measuring the cost of steps: for up to 5 s, kept in costs/1f0c.json for later starts

@@ -4,8 +4,8 @@ The noise is that of sampling/noise.py. The hash is equal bit for bit. Logarithm
 series, within 1e-6 of torch's noise, because the GPU's fast logarithm has large relative errors
 near 1, and Triton's interpreter lacks the accurate one.
 
-order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan) ranked(score, token):
-the higher score is larger, of equal scores the lower token
+    order(-1.5) < order(-0.0) == order(0.0) < order(2.0) < order(inf) < order(nan)
+    ranked(score, token): the higher score is larger, of equal scores the lower token
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AcceptanceModel: how many drafts are accepted from a tree of a given width, depth and size, by recent drafts.
+"""AcceptanceModel: predict from recent drafts how many tokens of a tree of a given width, depth and size are accepted.
 
 A tree drafted with width w contains the trees of every smaller width and depth: the first w'
 parents of each level and their children. So one wide draft shows what all narrower ones would have
@@ -32,11 +32,12 @@ MIN_DIVISOR = 1e-30  # avoids a division by 0
 
 
 class AcceptanceModel:
-    """Moving averages over recent drafts, for all widths and depths that a planner may choose.
+    """Moving averages of expected accepted tokens over recent drafts, for all widths and depths
+    that a planner may choose.
 
-    Every draft contains the shallowest and narrowest tree. A deeper tree is kept as a ratio to the
-    tree one level shallower *in the same drafts*, and a wider one as a ratio to the narrowest of
-    its depth. So plans that were drafted at different times, for easier and harder texts, can be
+    Every draft contains the shallowest and narrowest tree. A deeper tree is stored as a ratio to
+    the tree one level shallower *in the same drafts*, and a wider one as a ratio to the narrowest
+    of its depth. So plans that were drafted at different times, for easier and harder texts, can be
     compared.
     """
 
@@ -63,9 +64,9 @@ class AcceptanceModel:
         self._pending: tuple[DeviceToHost, int, int, int] | None = None
 
     def expected(self, sizes: Sequence[float]) -> np.ndarray:
-        """Return [widths, depths, sizes]: accepted drafts per sequence by verified nodes per sequence.
+        """Return expected accepted tokens per sequence, [widths, depths, sizes], for given numbers of verified nodes.
 
-        For widths or depths never drafted, the value of the largest one seen is used.
+        Widths and depths that were never drafted get the value of the largest one that was.
         """
         self.sync()
         known_sizes = (0.0, *GRID_SIZES)
@@ -83,14 +84,14 @@ class AcceptanceModel:
         return lower * (1 - share) + upper * share
 
     def children(self, depth: int) -> list[float]:
-        """Return, by rank, the conditional probability of the children at `depth` of the expanded nodes."""
+        """Return the mean conditional probability of expanded nodes' children at `depth`, by the children's rank."""
         by_depth = self.children_by_depth
         known_depth = min(depth, len(by_depth))
         return by_depth[known_depth - 1]
 
     @property
     def children_by_depth(self) -> list[list[float]]:
-        """Return `children` of each depth that has been drafted; deeper levels are like the last one.
+        """Return `children` for each depth that has been drafted; deeper levels resemble the last one.
 
         A level with few or old observations is shrunk towards the level above it.
         """
@@ -136,11 +137,12 @@ class AcceptanceModel:
         Args:
             levels: log values of the candidates, level by level.
             width: width of the draft.
-            extra_log_values: log values of candidates that do not depend on the width, by depth.
-            remaining: remaining tokens of each sequence; deeper nodes yield nothing.
-            is_stopped: it has no more levels because they would not pay. Then a deeper plan's tree
-                is this one, too: levels drafted only for easy texts would otherwise promise as much
-                for all.
+            extra_log_values: log values, by depth, of candidates that a narrower draft would also
+                have.
+            remaining: remaining tokens of each sequence; nodes deeper than that yield nothing.
+            is_stopped: whether drafting stopped early because a further level would not pay. Then
+                this tree also counts for deeper plans; otherwise deep levels would be observed on
+                easy texts only.
         """
         self.sync()
         widths = [w for w in self.widths if w <= width]
@@ -157,7 +159,7 @@ class AcceptanceModel:
         self._pending = (copy, num_members, len(widths), num_same)
 
     def sync(self) -> None:
-        """Include the last observed draft. Its copy was started during its step and has arrived by now."""
+        """Include the last observed draft, whose copy to the host was started during its step."""
         if self._pending is None:
             return
         copy, num_members, num_widths, num_same = self._pending
@@ -182,7 +184,7 @@ class AcceptanceModel:
         self._update_values(values, rate)
 
     def fade(self) -> None:
-        """Let the next drafts outweigh all earlier ones, which were of other texts."""
+        """Reduce the weight of all earlier drafts, because the texts have changed."""
         self.sync()
         self._sums *= FADED
         self._base *= FADED
@@ -203,9 +205,9 @@ class AcceptanceModel:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the state of a model with the same widths and depths, or with more of them.
+        """Restore the state of a model with these widths and depths, or with more of them.
 
-        Raises ValueError if it lacks some, or holds what no model observes.
+        Raises ValueError if some are missing, or if a value is impossible.
         """
         _check_state(state)
         widths = state["widths"].tolist()

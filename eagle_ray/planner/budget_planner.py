@@ -1,4 +1,4 @@
-"""BudgetPlanner: one row budget for the whole batch, spent where a second yields the most tokens.
+"""BudgetPlanner: choose each step's draft and number of verified rows to maximise tokens per second of the whole batch.
 
 The rate of a step is (sequences + drafts expected to be accepted) / (seconds to draft + to verify +
 overhead). The best rate is the price of a second, and every part of a step must be worth its price:
@@ -9,10 +9,11 @@ overhead). The best rate is the price of a second, and every part of a step must
 
 Whether drafts are on, and of which kind, is the mode (`modes.py`).
 
-It learns only from what it runs. So single steps are probes. OFF, or with lookups alone: a model's
-draft, on a CPU for a part of the batch, and a few steps with lookups. ON with the model: a plain
-step, the widest draft or lookups alone, by turns. A kind whose drafts are hardly accepted is probed
-ever more rarely until other texts come (`ProbeSchedule`).
+It learns only from steps that it runs, so now and then a step is a probe. While drafts are off, or
+by lookups alone, probes are a model's draft (on a CPU for a part of the batch) and a few steps with
+lookups. While the model drafts, they are a plain step, the widest draft and lookups alone, by
+turns. A kind whose drafts are hardly accepted is probed more and more rarely until the texts change
+(`ProbeSchedule`).
 """
 
 from __future__ import annotations
@@ -52,30 +53,30 @@ FIRST_OVERHEAD = 1.7  # times the measured overhead that the first drafts may sh
 
 
 def acceptance_model(bounds: TreeBounds) -> AcceptanceModel:
-    """Return an acceptance model of the widths and depths that are planned within the bounds."""
+    """Return an AcceptanceModel for the widths and depths that a planner may choose within the bounds."""
     widths = (*(w for w in PLANNED_WIDTHS if w < bounds.top_k), bounds.top_k)
     return AcceptanceModel(widths, bounds.depth)
 
 
 class BudgetPlanner:
-    """Plans by measured costs and observed acceptance.
+    """A planner that maximises tokens per second, from measured costs and observed acceptance.
 
     Args:
-        can_sync: reading values from the device between levels is cheap, as on a CPU. Otherwise the
-            depth is decided before drafting and the number of rows by the acceptance model, so that
-            only a probe waits for the device.
-        sizes: the passes that are replayed; None if steps are not, and any size runs.
+        can_sync: whether reading values from the device between levels is cheap, as on a CPU. If
+            not, the depth is decided before drafting and the number of rows by the acceptance
+            model, so that only a probe waits for the device.
+        sizes: sizes of the passes that are replayed; None if steps run eagerly at any size.
         kinds: kinds of drafts that the drafter can make.
-        lookup_hits: indexes a batch's texts and returns what `Drafter.lookup_hits` does; None
-            without look-ups.
+        lookup_hits: indexes a batch's texts and returns `Drafter.lookup_hits`; None without
+            lookups.
 
     Attributes:
         modes: whether drafts are on, and of which kind.
         predicted_s: predicted seconds of all steps so far.
-        predicted_plain_s: likewise, if each had been a plain step.
-        search: rates of plans by the current costs.
+        predicted_plain_s: predicted seconds of these steps if each had been a plain one.
+        search: search for the best plan at the current costs.
         acceptance: acceptance of drafts at the current batch size.
-        worths: what the drafts of single sequences are worth; None if values are not read from the
+        worths: value of the drafts of single sequences; None if values are not read from the
             device.
     """
 
@@ -113,7 +114,7 @@ class BudgetPlanner:
 
     @property
     def costs(self) -> StepCosts:
-        """Return the costs of steps as known so far."""
+        """Return the costs of a step's parts, as corrected so far."""
         return self.search.costs
 
     @property
@@ -122,11 +123,11 @@ class BudgetPlanner:
         return is_model and self.modes.mode is not Mode.OFF
 
     def acceptance_state(self) -> dict[str, Tensor]:
-        """Return how often drafts were accepted, which `load_acceptance` reads."""
+        """Return the observed acceptance of drafts, which `load_acceptance` accepts."""
         return self.acceptance_by_size.usual.model.state()
 
     def load_acceptance(self, state: Mapping[str, Tensor]) -> None:
-        """Decide about drafts from a state at once, without the warm-up's probes, before the first step.
+        """Restore observed acceptance before the first step, so that no warm-up probes are needed.
 
         Raises ValueError and KeyError as AcceptanceModel.load_state does.
         """
@@ -216,7 +217,7 @@ class BudgetPlanner:
         return lookups.promise(self._lookup_hits(batch))
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        """Return the number of rows with the best rate, filled with the most valuable nodes of the batch."""
+        """Choose the number of rows with the best rate, and fill it with the batch's most valuable nodes."""
         size = len(batch)
         if not draft.depth:
             if plan.is_drafting:
@@ -405,7 +406,7 @@ class BudgetPlanner:
         return self.widest_plan(batch, tuple(members))
 
     def widest_plan(self, batch: DecodeBatch, members: tuple[int, ...] | None) -> DraftPlan:
-        """Return the plan that shows most: as deep and as wide as drafts may be, until no level can pay."""
+        """Return the plan of a probe: maximum width and depth, stopped only when no further level can pay."""
         should_stop = (lambda builder: self._cannot_pay(builder, batch)) if self._can_sync else None
         return self._plan(
             self._bounds.depth,

@@ -1,4 +1,4 @@
-"""Kinds of GPUs by name, with the figures that their makers publish: what a pass costs is planned from these.
+"""Data sheet figures of GPUs by name, from which `eagle-ray plan` estimates the seconds of a pass.
 
     >>> find_card("L40S").memory_gb
     48
@@ -6,8 +6,8 @@
     (False, True)
 
 Memory, memory bandwidth and dense bf16 products are those of NVIDIA's data sheets, as of 2026-11:
-nvidia.com/en-us/data-center/ a100, h100, h200, l4, l40s and products/a10-gpu, the DGX B200's data sheet,
-and the Ada GPU architecture's for the RTX 4090. A link is NVLink or PCIe, in one direction.
+nvidia.com/en-us/data-center/ a100, h100, h200, l4, l40s and products/a10-gpu, the DGX B200's data
+sheet, and the Ada GPU architecture's for the RTX 4090. A link is NVLink or PCIe, in one direction.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Card:
     """A kind of GPU.
 
     Attributes:
-        name: as `eagle-ray plan --gpus` takes it.
-        device: a pattern of the name that torch gives it.
-        memory_gb: GB, of 10^9 bytes.
-        bandwidth_gb_s: GB a second that it reads from its memory.
-        tflops: 10^12 dense bf16 operations a second.
-        link_gb_s: GB a second to a GPU of the same machine.
+        name: name for `eagle-ray plan --gpus`.
+        device: pattern of torch's name of the device.
+        memory_gb: memory in GB of 10^9 bytes.
+        bandwidth_gb_s: memory bandwidth in GB per second.
+        tflops: dense bf16 operations per second, in 10^12.
+        link_gb_s: GB per second to another GPU of the machine, in one direction.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Card:
     link_gb_s: float
 
     def is_device(self, name: str) -> bool:
-        """Return whether torch's name of a device is one of this kind."""
+        """Return whether a device with this torch name is such a card."""
         return re.search(self.device, name) is not None
 
 
@@ -61,10 +61,10 @@ CARDS = {
 
 
 def find_card(name: str, flag: str = "--gpus") -> Card:
-    """Return the card of a name in any case. Raises ConfigError that names the known ones.
+    """Return the card with a name, in any case. Raises ConfigError with the known names.
 
     Args:
-        flag: that the name was given with.
+        flag: command line flag of the name, for the error.
     """
     card = CARDS.get(name.lower())
     if card is None:

@@ -2,7 +2,7 @@
 
     ~/.cache/eagle_ray/costs/1f0c...json        (EAGLE_RAY_CACHE names another place for ~/.cache/eagle_ray)
 
-A file that cannot be read or written is as good as none: the costs are measured again.
+If a file cannot be read or written, the costs are measured again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ used_files: set[Path] = set()  # files of costs that this process has read or me
 
 
 def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> StepCosts:
-    """Return the costs kept for exactly these parts, or measure and keep them.
+    """Return the stored costs for exactly this key, or measure and store them.
 
     Processes of one machine that start together measure once: the others wait for the first one.
     """
@@ -57,10 +57,10 @@ def cached_costs(parts: dict[str, object], measure: Callable[[], StepCosts]) -> 
 
 
 def latest_costs(fits: Callable[[Mapping[str, Any]], bool]) -> StepCosts | None:
-    """Return the costs that this machine has kept last, of those with parts that fit; None if it has none.
+    """Return the costs that this machine has stored last, among those whose key fits; None if there are none.
 
     Args:
-        fits: told the parts of a file, whether they are the wanted ones.
+        fits: returns whether the key of a file is wanted.
     """
     folder = cache_path({}).parent
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -75,14 +75,14 @@ def latest_costs(fits: Callable[[Mapping[str, Any]], bool]) -> StepCosts | None:
 
 
 def used_costs() -> list[Path]:
-    """Return the files of costs that this process has read or measured."""
+    """Return the cost files that this process has read or written."""
     return sorted(path for path in used_files if path.is_file())
 
 
 def adopt_costs(name: str, data: bytes) -> None:
-    """Keep costs that another machine has kept in a file of this name, unless this machine has some.
+    """Store another machine's cost file of this name, unless this machine has one.
 
-    Raises ValueError if they are damaged or of other parts than the name says.
+    Raises ValueError if it is damaged or its content belongs to another name.
     """
     try:
         stored = json.loads(data)
@@ -112,7 +112,7 @@ def _measuring(path: Path) -> Iterator[None]:
 
 
 def cache_path(parts: dict[str, object]) -> Path:
-    """Return the path of the costs that depend on these named parts."""
+    """Return the path of the cost file for a key, given as named parts."""
     # With keys as a file has them, which adopt_costs compares.
     as_read = json.loads(dump_json(parts, default=str))
     return cached_file("costs", as_read | {"version": COSTS_VERSION}, ".json")
@@ -126,7 +126,7 @@ def costs_json(costs: StepCosts) -> dict[str, object]:
 
 
 def costs_of(stored: dict[str, Any]) -> StepCosts:
-    """Return the cost curves of `costs_json`. Raises an error of COST_FILE_DAMAGES for other content."""
+    """Parse the cost curves that `costs_json` wrote. Raises an error of COST_FILE_DAMAGES for other content."""
     parts: dict[str, Any] = {name: float(stored[name]) for name in NUMBERS}
     if not all(map(math.isfinite, parts.values())):
         raise ValueError("a cost is no number of seconds")
@@ -155,7 +155,7 @@ def _read(path: Path) -> StepCosts | None:
 
 
 def keep_costs(parts: dict[str, object], costs: StepCosts) -> None:
-    """Keep the costs for later calls with these parts. Written atomically, so several workers may do it at once."""
+    """Store the costs of a key. The write is atomic, so several workers may do it at once."""
     path = cache_path(parts)
     text = dump_json({"of": parts, "costs": costs_json(costs)}, default=str, indent=1)
     try:

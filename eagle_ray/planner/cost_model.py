@@ -1,9 +1,6 @@
-"""StepCosts: the seconds of the parts of a step, by the rows that they run.
+"""StepCosts: predict the seconds of a step's parts (draft, verify, overhead) from their numbers of rows.
 
-Measured before the first request (`engine/calibrate.py`) and corrected by every step. What slows a
-machine down slows all sizes, so most of a surprise corrects the whole curve and a small part only
-the sizes that were run: a few slow passes at the start, attributed to their size alone, once kept
-drafts off for a whole job.
+Costs are measured before the first request (`engine/calibrate.py`) and corrected by every step. A machine that slows down is slower at all sizes. So most of a deviation corrects the whole curve, and a small part only the size that was run. Without that rule, a few slow passes at the start once kept drafts off for a whole job.
 """
 
 from __future__ import annotations
@@ -70,9 +67,10 @@ class CostCurve:
     """Seconds of one pass by its number of rows: piecewise linear and never falling.
 
     Attributes:
-        seconds: as measured. Falling neighbours are pooled (isotonic regression on their
+        seconds: measured seconds. Falling neighbours are pooled (isotonic regression on their
             logarithms).
-        trusts_first: the first times may be far from the measurement, which was of other work.
+        trusts_first: whether the first observed times replace the measurement, because that timed
+            other work.
     """
 
     rows: list[int]
@@ -103,18 +101,18 @@ class CostCurve:
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
     def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the seconds at several numbers of rows, in any shape."""
+        """Return the seconds for an array of numbers of rows."""
         beyond = np.maximum(np.subtract(rows, self.rows[-1]), 0)
         return np.interp(rows, self.rows, self._rising) + self._slope_beyond * beyond
 
     def slope(self, rows: float) -> float:
-        """Return the seconds of one more row, averaged over the octave around `rows`."""
+        """Return the seconds that one more row costs, averaged over the octave around `rows`."""
         low, high = rows / math.sqrt(2), rows * math.sqrt(2)
         return (self(high) - self(low)) / (high - low)
 
     @property
     def per_row(self) -> float:
-        """Return the seconds of one more row, averaged over all sizes."""
+        """Return the seconds that one more row costs, averaged over all sizes."""
         return (self._rising[-1] - self._rising[0]) / max(self.rows[-1] - self.rows[0], 1)
 
     @property
@@ -132,9 +130,9 @@ class CostCurve:
     def update(self, rows: float, ratio: float) -> None:
         """Correct the curve by a pass of `rows` that took `ratio` times its prediction.
 
-        A pass larger than any before by an eighth becomes a size of its own. Its time includes
-        one-time work, so only half of its excess counts, in logarithms; the next such pass corrects
-        it.
+        A pass that is larger than all before by an eighth becomes a new point of the curve. Its
+        time includes one-time work, so only half of its excess counts, in logarithms; the next such
+        pass corrects it.
         """
         if rows > self.rows[-1] * 9 / 8:
             self.seconds = [*self.seconds, self(rows) * min(ratio, math.sqrt(ratio))]
@@ -187,7 +185,7 @@ class CostCurve:
 
 
 def isotonic(seconds: list[float]) -> list[float]:
-    """Return the nearest sequence that never falls; falling neighbours share their geometric mean."""
+    """Return the nearest non-decreasing sequence; falling neighbours are replaced by their geometric mean."""
     if all(a <= b for a, b in pairwise(seconds)):
         return seconds
     pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
@@ -205,18 +203,18 @@ class StepCosts:
     """The costs of all parts of a step, in seconds.
 
     Attributes:
-        verify: the target's pass by rows, without sequences and context.
-        attention_per_token: added for each cached token.
-        catch_up: the drafter's first pass, by the rows that it reads pairs with, level 1 included
-            (replayed, that is two passes, of which the second is padded by sequences).
-        expand: each further level, by rows.
-        plain_overhead, draft_overhead: everything else of a plain and of a drafting step, by
+        verify: seconds of the target's pass by rows, without the parts for sequences and context.
+        attention_per_token: seconds added per cached token.
+        catch_up: seconds of the drafter's first pass, which reads pending pairs and drafts level 1,
+            by its rows. Replayed, these are two passes, of which the second is padded by sequences.
+        expand: seconds of each further draft level, by rows.
+        plain_overhead, draft_overhead: seconds of the rest of a plain and of a drafting step, by
             sequences.
-        attention_per_row: added for each cached token and each row of its sequence beyond the
+        attention_per_row: seconds added per cached token and per row of its sequence beyond the
             first.
-        per_sequence: added to a pass for each sequence.
-        lookup: a draft by lookups alone, by the sequences that it is for. It is learned from steps
-            and not measured.
+        per_sequence: seconds added to a pass per sequence.
+        lookup: seconds of a draft by lookups alone, by sequences. It is learned from steps and not
+            measured.
     """
 
     verify: CostCurve
@@ -241,11 +239,11 @@ class StepCosts:
     def verify_seconds(
         self, num_rows: int, num_cached: float, batch_size: int, num_prefill_rows: int = 0
     ) -> float:
-        """Return the seconds of a pass.
+        """Return the seconds of a pass of the target.
 
         Args:
-            num_cached: cached tokens of all the batch's sequences.
-            num_prefill_rows: rows of prompts in the same pass.
+            num_cached: cached tokens of all sequences of the batch together.
+            num_prefill_rows: prompt rows in that pass.
         """
         return self.verify(num_rows + num_prefill_rows) + self._context_seconds(
             num_rows / batch_size, num_cached, batch_size
@@ -254,7 +252,7 @@ class StepCosts:
     def verify_seconds_by_rows(
         self, num_rows: Sequence[int], num_cached: float, batch_size: int, num_prefill_rows: int = 0
     ) -> np.ndarray:
-        """Return the seconds of passes of several numbers of rows."""
+        """Return the seconds of the target's pass for several numbers of rows."""
         rows = np.asarray(num_rows)
         return self.verify.at(rows + num_prefill_rows) + self._context_seconds(
             rows / batch_size, num_cached, batch_size
@@ -263,7 +261,7 @@ class StepCosts:
     def row_seconds(
         self, num_rows: float, num_cached: float, batch_size: int, num_prefill_rows: int = 0
     ) -> float:
-        """Return the seconds of one more row in a pass of about num_rows rows."""
+        """Return the seconds that one more row costs in a pass of about num_rows rows."""
         attention_s = self.attention_per_row * num_cached / batch_size
         return (
             self.verify.slope(num_rows + num_prefill_rows)
@@ -272,14 +270,14 @@ class StepCosts:
         )
 
     def rows_overhead(self, num_rows: Any, batch_size: int) -> Any:
-        """Return the seconds that a step with drafts spends on its rows after the pass, beyond draft_overhead.
+        """Return the seconds that a step's rows cost after the pass, for sampling and the like, beyond draft_overhead.
 
-        Greedy rows were measured. Sampling, penalties and log-probabilities cost more for each row,
-        as plain steps show, which have one for each sequence: on a 2-core CPU 1.4 ms a row of
-        SmolLM2, as much as its verification.
+        The measurement had greedy rows. Sampling, penalties and log-probabilities cost more per
+        row, which is learned from plain steps, where each sequence has one row: on a 2-core CPU 1.4
+        ms per row of SmolLM2, as much as its verification.
 
         Args:
-            num_rows: one number or several.
+            num_rows: number of rows, or an array of several.
         """
         more_s = self.plain_overhead(batch_size) - USUAL_GROWTH * self._measured_overhead(
             batch_size
@@ -287,7 +285,8 @@ class StepCosts:
         return max(more_s, 0.0) / batch_size * num_rows
 
     def tree_overhead(self, batch_size: int) -> float:
-        """Return the seconds of a step with verified drafts beyond a plain one's, without drafting and verification."""
+        """Return the seconds by which a step with verified drafts exceeds a plain one, besides
+        drafting and verification."""
         return max(self.draft_overhead(batch_size) - self.plain_overhead(batch_size), 0.0)
 
     def _context_seconds(self, rows_each: Any, num_cached: float, batch_size: int) -> Any:
@@ -301,11 +300,12 @@ class StepCosts:
         )
 
     def draft_seconds(self, pair_rows: float, level_rows: int, depth: int) -> float:
-        """Return the seconds to read pairs by pair_rows rows and draft `depth` levels, further ones by level_rows."""
+        """Return the seconds of drafting `depth` levels: pair_rows rows read pending pairs,
+        level_rows rows draft each further level."""
         return self.catch_up(pair_rows) + (depth - 1) * self.expand(level_rows)
 
     def level_seconds(self, level_rows: Sequence[int], max_depth: int) -> np.ndarray:
-        """Return [widths, max_depth]: the seconds of the levels after the first, for all depths from 1 on.
+        """Return the seconds of all levels after the first, [widths, max_depth], for all depths from 1 on.
 
         Args:
             level_rows: rows of a level's pass, by width.
@@ -316,16 +316,16 @@ class StepCosts:
         """Return the seconds of a plain step.
 
         Args:
-            num_rows: rows of its pass, if it is padded.
+            num_rows: rows of its pass, if the pass is padded.
         """
         return self.verify_seconds(
             max(num_rows, batch_size), num_cached, batch_size
         ) + self.plain_overhead(batch_size)
 
     def break_even(self, num_nodes: int, depth: int) -> float:
-        """Return the tokens a pass from which a tree of one sequence is no slower than plain decoding.
+        """Return the tokens per pass (tau) from which drafting for one sequence is no slower than plain decoding.
 
-        The context is empty; a level has one parent.
+        The context is empty, and each level has one parent.
 
         Args:
             num_nodes: nodes that are verified, the root included.
@@ -336,7 +336,7 @@ class StepCosts:
         return step_s / self.plain_seconds(1, 0)
 
     def predict(self, outcome: StepOutcome) -> StepTimes:
-        """Return the predicted seconds of a step like this one."""
+        """Return the predicted times of the parts of an observed step."""
         verify = self.verify_seconds(
             outcome.num_rows, outcome.num_cached, outcome.batch_size, outcome.num_prefill_rows
         )
@@ -353,7 +353,7 @@ class StepCosts:
         return StepTimes(draft, verify, rest)
 
     def prefill_seconds(self, outcome: StepOutcome) -> float:
-        """Return the seconds of the prompt rows in the step's pass."""
+        """Return the seconds that prompt rows add to the step's pass."""
         return self.verify(outcome.num_rows + outcome.num_prefill_rows) - self.verify(
             outcome.num_rows
         )
@@ -361,12 +361,13 @@ class StepCosts:
     def update(
         self, outcome: StepOutcome, predicted: StepTimes, max_overhead: float = math.inf
     ) -> None:
-        """Correct the curves by an observed step; those of drafts only if the draft's own passes read everything.
+        """Correct the curves by an observed step. Those of drafts change only if the draft's own
+        passes read all pending pairs.
 
         Args:
-            predicted: its predicted seconds.
-            max_overhead: how many times the measured overhead may be taken for typical; with 0 it
-                only lowers the curves.
+            predicted: predicted times of the step's parts.
+            max_overhead: maximum ratio to the measured overhead that counts as typical. With 0 an
+                observation can only lower the curves.
         """
         seconds = outcome.seconds
         self.verify.update(
@@ -411,11 +412,11 @@ def costs_text(costs: StepCosts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DraftWorth:
-    """The break-even of drafts on a machine, for one sequence. Every place that shows it takes it from here.
+    """The acceptance from which drafts pay on a machine, for one sequence. Every report of it uses this class.
 
     Attributes:
-        row_passes: what one row more takes, as a share of a pass of one row.
-        tau: tokens a pass from which drafts pay, by the nodes of the tree.
+        row_passes: seconds that one more row costs, as a share of a pass of one row.
+        tau: tokens per pass from which drafts pay, by the number of nodes of the tree.
     """
 
     row_passes: float
@@ -423,13 +424,14 @@ class DraftWorth:
 
     @classmethod
     def of(cls, costs: StepCosts) -> DraftWorth:
-        """Return the tokens a pass from which drafts pay, at these costs."""
+        """Compute the break-even from measured costs."""
         row_passes = costs.verify.slope(WORTH_ROWS) / costs.verify(1)
         return cls(row_passes, {n: costs.break_even(n, depth) for n, depth in WORTH_TREES})
 
     @property
     def text(self) -> str:
-        """Return a line: the share of a row, the break-even of the smallest tree, those of larger ones in brackets."""
+        """Return one line: the cost of a row, the break-even of the smallest tree, and those of
+        larger trees in brackets."""
         (_, smallest), *larger = self.tau.items()
         more = ", ".join(f"{tau:.1f} with {n} nodes" for n, tau in larger)
         return (

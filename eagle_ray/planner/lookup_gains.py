@@ -1,12 +1,12 @@
-"""LookupGains: measure the accepted drafts and the cost of steps that draft by lookups alone.
+"""LookupGains: measure whether steps that draft by lookups alone pay, and decide when to try them.
 
     gains.update(outcome, more_s)               # accepted drafts, and the seconds beyond those of a plain step
     gains.rate(batch_size, plain_s)             # tokens per second of a step with lookups
-    gains.promise(counts)                       # a trial out of turn: texts repeat what was read
+    gains.promise(counts) # a trial out of turn: texts repeat what was read
 
-Lookups propose nothing in most steps and long drafts in a few. On an average over steps of what
-each number of rows yields, a few rows pay in every step or in none. So what is averaged is what the
-steps brought in, each with as many rows as its own draft was worth.
+Lookups propose nothing in most steps and long drafts in a few. An average yield per number of rows
+would say that a few rows pay in every step, or in none. So the average is over the tokens gained by
+steps, each with as many rows as its own draft was worth.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ class _Sums:
 
 
 class LookupGains:
-    """Sums by octave of batch sizes, and when lookups are tried while they are off.
+    """Gains of lookups by octave of batch sizes, and the schedule of trials while lookups are off.
 
     Attributes:
-        acceptance_by_size: how accurate the values of looked-up drafts are, and on a GPU what they
-            are worth.
-        schedule: when the next trial may begin.
+        acceptance_by_size: acceptance of looked-up drafts, by batch size.
+        schedule: schedule of trials.
         num_drafts: drafts by lookups alone so far.
     """
 
@@ -63,11 +62,11 @@ class LookupGains:
         return self._trial_steps > 0
 
     def promise(self, counts: tuple[int, int] | None) -> bool:
-        """Return whether the tokens read since the last call make a trial worth while, whenever the next one is due.
+        """Return whether recently read tokens repeat earlier ones often enough to start a trial before it is due.
 
         Args:
-            counts: all tokens read so far, and those that lookups would have found; None if they
-                are not counted.
+            counts: all tokens read so far, and how many of them lookups would have predicted; None
+                if they are not counted.
         """
         last_read, last_foreseen = self._counts
         if counts is None or counts[0] <= last_read:
@@ -78,16 +77,17 @@ class LookupGains:
         return self._share >= max(MIN_FORESEEN, MORE_FORESEEN * self._share_unpaid)
 
     def begin_trial(self, step: int) -> None:
-        """Try lookups in the next steps."""
+        """Start a trial: the next steps draft by lookups."""
         self.schedule.begin(step)
         self._trial_steps = TRIAL_STEPS
         self._trial_s = 0.0
 
     def count_trial_step(self, cost_s: float, plain_s: float) -> None:
-        """Count a step of a trial, which ends early once it has lost more than a plain step takes.
+        """Count a step of a trial. The trial ends early once it has lost more time than a plain step takes.
 
         Args:
-            cost_s: its seconds beyond those that its tokens would have taken; negative if it gains.
+            cost_s: seconds of the step beyond those that its tokens would have taken otherwise;
+                negative for a gain.
         """
         self._trial_s += cost_s
         self._trial_steps -= 1
@@ -95,7 +95,7 @@ class LookupGains:
             self._trial_steps = 0
 
     def fade(self) -> None:
-        """Let the next steps outweigh all earlier ones, which were of other texts."""
+        """Reduce the weight of all earlier steps, because the texts have changed."""
         self._share_unpaid = 0.0
         self._by_octave.clear()
         known = self._last
@@ -106,7 +106,7 @@ class LookupGains:
         )
 
     def end_trial(self, size: int, plain_s: float) -> None:
-        """Set when the next trial may begin: ever later, as long as lookups bring in less than they take."""
+        """End a trial and schedule the next one, later and later as long as lookups cost more than they gain."""
         if self.rate(size, plain_s) > size / plain_s:
             self.schedule.resume()
             self._share_unpaid = 0.0
@@ -118,7 +118,7 @@ class LookupGains:
         """Observe a step that drafted by lookups alone.
 
         Args:
-            more_s: its seconds beyond those of a plain step.
+            more_s: seconds of the step beyond those of a plain step.
         """
         size = outcome.batch_size
         num_members = outcome.plan.num_members(size)
@@ -133,7 +133,7 @@ class LookupGains:
         self._last = updated
 
     def rate(self, size: int, plain_s: float) -> float:
-        """Return the tokens per second to expect of steps with lookups where a plain one takes plain_s."""
+        """Return the expected tokens per second of steps with lookups, given the seconds of a plain step."""
         known = self._of(size)
         each = size / (known.count + PRIOR_COUNT)
         num_tokens = size + each * known.accepted

@@ -40,7 +40,7 @@ OFF_REVIEW_EVERY = 4 * REVIEW_EVERY
 
 
 class Mode(Enum):
-    """What an ordinary step drafts."""
+    """Whether ordinary steps draft: warm-up, on, off, or a trial."""
 
     WARM_UP = auto()  # probes alone
     OFF = auto()  # plain steps
@@ -52,16 +52,16 @@ class PlannerModes:
     """The current mode, reviewed by the rates that the plans promise.
 
     Args:
-        search: rates of plans by the current costs.
-        lookups: what lookups alone bring in; None if nothing is looked up.
-        has_model: a model can draft.
+        search: search for the best plan at the current costs.
+        lookups: measured gains of lookups alone; None if nothing is looked up.
+        has_model: whether a model can draft.
 
     Attributes:
         mode: mode of ordinary steps.
-        kind: kind of the drafts that are on, or were last.
-        best: the best plan of the last review, for the sequences of its batch.
-        next_review: the step of the next review.
-        num_steps: steps so far.
+        kind: kind of the drafts that are on, or that were on last.
+        best: best plan of the last review, for that review's batch.
+        next_review: number of the step with the next review.
+        num_steps: number of steps so far.
     """
 
     def __init__(self, search: PlanSearch, lookups: LookupGains | None, has_model: bool):
@@ -91,7 +91,7 @@ class PlannerModes:
         return self.mode is Mode.ON and self.kind is kind
 
     def count(self, outcome: StepOutcome) -> None:
-        """Count a step, the tokens of it that the drafter has not read, and its prompt tokens."""
+        """Count a step, its tokens that the drafter has not read, and its prompt tokens."""
         self.num_steps += 1
         if outcome.plan.is_drafting and not outcome.plan.members and not outcome.plan.lookups_only:
             self._num_missed = 0
@@ -101,7 +101,7 @@ class PlannerModes:
 
     @property
     def is_resting(self) -> bool:
-        """Return whether drafts of the model are on, but do not pay for the sequences of this batch."""
+        """Return whether drafts of the model are on in general but do not pay for this batch's sequences."""
         return self.runs(DraftKind.MODEL) and not self._is_worth_it
 
     def review(
@@ -110,12 +110,12 @@ class PlannerModes:
         acceptance: CalibratedAcceptance,
         worths: SequenceWorths | None = None,
     ) -> None:
-        """Search for the best plan and choose the mode, if the last review is too old or of another batch size.
+        """Choose the mode by a new search for the best plan, if the last review is too old or had another batch size.
 
-        While nothing is drafted, a batch size of the same octave is no other one.
+        While nothing is drafted, all batch sizes of an octave count as one.
 
         Args:
-            worths: what is known of single sequences; None is nothing.
+            worths: value of single sequences' drafts; None if unknown.
         """
         is_due = self.num_steps >= self.next_review
         if not is_due and self._is_reviewed(len(batch)):
@@ -152,7 +152,7 @@ class PlannerModes:
         """Return whether drafts for the chosen sequences of the batch pay, or nearly so.
 
         Args:
-            share: what drafts are worth, as a ratio to the last review.
+            share: present value of drafts as a ratio to that at the last review.
         """
         size = len(batch)
         tau = 1 + share * (self.best.tau - 1)
@@ -164,10 +164,10 @@ class PlannerModes:
         self.next_review = min(self.next_review, self.num_steps)
 
     def opportunity_rate(self, size: int, num_cached: int) -> float:
-        """Return the price of a second in tokens: the average rate of the best kind of step, with or without drafts.
+        """Return the price of a second in tokens: the average rate of the best kind of step.
 
-        A step should not maximise its own rate. If its texts are hard, a second is worth more in
-        the steps to come; if they are easy, it is worth less there.
+        A step should not maximise its own rate. If its texts are hard, a second yields more in
+        later steps; if they are easy, it yields less there.
         """
         plain_s = self._search.plain_seconds(size, num_cached)
         rates = self._rates(size, plain_s)
@@ -179,7 +179,8 @@ class PlannerModes:
 
     @property
     def is_probe_due(self) -> bool:
-        """Return whether the model may be probed, or while it is on a plain step, a wider draft or lookups alone."""
+        """Return whether a probe may run: a draft of the model, or while it is on a plain step, a
+        wider draft or lookups alone."""
         return self._has_model and self._probes.is_due(self.num_steps)
 
     def begin_probe(self) -> None:
@@ -190,10 +191,10 @@ class PlannerModes:
         """Add the cost of a probe, with or without drafts. A trial that has lost much ends.
 
         Args:
-            cost_s: its seconds beyond those that its tokens would have taken.
+            cost_s: seconds of the probe beyond those that its tokens would have taken otherwise.
             plain_s: seconds of a plain step.
-            is_drafting: the model drafted. Then the probe is judged at the next review, if the
-                model is off.
+            is_drafting: whether the model drafted. If the model is off, the next review then judges
+                the probe.
         """
         self._probes.charge(cost_s)
         self._trial_s += cost_s
@@ -202,11 +203,11 @@ class PlannerModes:
         self._judges_probe = is_drafting and not self.runs(DraftKind.MODEL)
 
     def pay(self, seconds: float) -> None:
-        """Pay off the probes' share of a step that took this long."""
+        """Reduce the debt of probes by the allowed share of a step's seconds."""
         self._probes.pay(seconds)
 
     def texts_have_changed(self, batch: DecodeBatch) -> bool:
-        """Return whether the batch's texts are unlike those of the last probe."""
+        """Return whether the batch's texts differ clearly from those of the last probe."""
         return self._texts.have_changed(batch)
 
     def remember_texts(self, batch: DecodeBatch) -> None:
@@ -214,7 +215,7 @@ class PlannerModes:
         self._texts.remember(batch)
 
     def restart_probes(self, batch: DecodeBatch, acceptance: CalibratedAcceptance) -> None:
-        """Probe again soon, since the texts have changed."""
+        """Make the next probe due soon, because the texts have changed."""
         plain_s = self._search.plain_seconds(len(batch), batch.num_cached)
         self.remember_texts(batch)
         self._probes.restart(plain_s)
@@ -226,7 +227,7 @@ class PlannerModes:
     # trials
 
     def is_trial_promising(self, batch: DecodeBatch) -> bool:
-        """Return whether a trial is expected to yield a draft per sequence and to lose no more than two steps."""
+        """Return whether a trial should gain one accepted draft per sequence and lose no more than two steps' time."""
         size = len(batch)
         plain_s = self._search.plain_seconds(size, batch.num_cached)
         lookups_rate = self._rates(size, plain_s).get(DraftKind.LOOKUPS, 0.0)
@@ -236,7 +237,7 @@ class PlannerModes:
         return yields_drafts and loses_little
 
     def begin_trial(self) -> None:
-        """Draft for the whole batch until the next review."""
+        """Start a trial: draft for the whole batch until the next review."""
         self.mode = Mode.PROBING
         self.kind = DraftKind.MODEL
         self._trial_s = 0.0

@@ -1,9 +1,9 @@
-"""PlanSearch: the expected rate of every width, depth and number of rows, and the best of them.
+"""PlanSearch: find the width, depth and number of verified rows with the best expected rate.
 
     rate = (sequences + drafts expected to be accepted) / (seconds to draft + to verify + overhead)
 
-Drafts come from the acceptance model, seconds from the cost model. Both are by batch size, so the
-rates are too.
+Expected drafts come from the acceptance model, seconds from the cost model. Both depend on the
+batch size, and so do the rates.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class Members:
     """A group of a batch's sequences that a step may draft for, such as the half with the easiest texts.
 
     Attributes:
-        number: sequences of the group.
-        worth: mean worth of their drafts, as a ratio to the average draft (`SequenceWorths`).
-        min_worth: the lowest worth in the group. A sequence is in it if its worth is at least this.
+        number: number of sequences in the group.
+        worth: mean value of their drafts, as a ratio to the average draft (`SequenceWorths`).
+        min_worth: lowest value in the group. A sequence belongs to it if its value is at least
+            this.
     """
 
     number: int
@@ -73,7 +74,7 @@ class PlanEstimate:
         depth: levels of a draft; 0 for a step without drafts.
         num_rows: rows of the verify pass over all sequences, roots included.
         tau: expected tokens per sequence, the bonus token included.
-        members: sequences that are drafted for; None is all of them.
+        members: group of sequences that are drafted for; None is all of them.
     """
 
     rate: float
@@ -90,9 +91,9 @@ class PlanSearch:
     Args:
         bounds: the largest width, depth and nodes of a tree.
         costs: seconds of the parts of a step; the planner updates them.
-        fine: whether the numbers of rows to choose from are FINE_BUCKETS, as on a CPU, or BUCKETS, as
-            on a GPU.
-        sizes: sizes of passes that are run, such as those of captured graphs.
+        fine: whether to choose among FINE_BUCKETS of rows, as on a CPU, or among BUCKETS, as on a
+            GPU.
+        sizes: sizes that passes are padded to, such as those of captured graphs.
     """
 
     def __init__(self, bounds: TreeBounds, costs: StepCosts, fine: bool, sizes: PassSizes):
@@ -102,7 +103,7 @@ class PlanSearch:
         self._sizes = sizes
 
     def plain_seconds(self, size: int, num_cached: int) -> float:
-        """Return the seconds of a plain step, in the pass that is run for that many rows."""
+        """Return the seconds of a plain step, in the padded pass that serves it."""
         num_rows = self._sizes.batch(size)
         return self.costs.plain_seconds(size, num_cached, num_rows)
 
@@ -111,12 +112,12 @@ class PlanSearch:
         return size / self.plain_seconds(size, num_cached)
 
     def row_counts(self, size: int, num_candidates: int) -> list[int]:
-        """Return the numbers of rows to choose from: the roots alone, some candidates, all candidates."""
+        """Return the numbers of rows to choose from, from the roots alone to all candidates."""
         some_or_all = self._between(size, num_candidates)
         return self.padded([size, *some_or_all])
 
     def padded(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows of the passes that are run for these numbers of rows."""
+        """Return the sizes of the passes that serve these numbers of rows."""
         return sorted({self._sizes.rows(n) for n in rows})
 
     def best(
@@ -126,11 +127,11 @@ class PlanSearch:
         num_prompt_tokens: float,
         members: Members | None = None,
     ) -> PlanEstimate:
-        """Return the width, depth and number of rows with the best rate.
+        """Return the plan (width, depth and number of rows) with the best rate.
 
         Args:
-            num_prompt_tokens: new prompt tokens per step; a draft head reads them too.
-            members: the sequences that are drafted for; None is all, as average ones.
+            num_prompt_tokens: new prompt tokens per step, which a draft head reads, too.
+            members: group of sequences that are drafted for; None is all, with average drafts.
         """
         size = len(batch)
         drafted = members or Members(size, 1.0)

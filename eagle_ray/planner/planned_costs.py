@@ -1,15 +1,16 @@
-"""Planned costs: seconds of steps on a card that is not here, from its published figures and the models' sizes.
+"""Estimate StepCosts for a GPU that is not at hand, from its data sheet and the models' sizes.
 
     costs = planned_costs(find_card("l40s"), sizes)        # StepCosts, as a start would measure them there
 
-`eagle-ray plan` uses them where no start on such a card has left measured costs. A worker never does:
-it measures its own (`engine/calibrate.py`).
+`eagle-ray plan` uses them where no start on such a card has left measured costs. A worker never
+does: it measures its own (`engine/calibrate.py`).
 
-A pass reads all weights once and multiplies each of its rows with them. Which of both takes longer
-changes with the rows, and near that point they overlap in part: the seconds are a norm of both, and
-some for each layer. The constants are those of a Llama 8B in bf16 on an H200 (jobs/results/gpu.md,
-2026-11-26), whose passes they give to within 7 %. On an H100 that model's passes are -4 to +9 % off the
-measured ones, and its cached tokens -9 %; the form of the norm was chosen with both in view.
+A pass reads all weights once and multiplies each of its rows with them. Which of the two takes
+longer depends on the rows, and near that point they overlap in part: the seconds are a norm of
+both, plus a constant per layer. The constants were fitted to a Llama 8B in bf16 on an H200
+(jobs/results/gpu.md, 2026-11-26), whose passes they give to within 7 %. On an H100 that model's
+passes are -4 to +9 % off the measured ones, and its cached tokens -9 %; the form of the norm was
+chosen to fit both.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class PairSizes:
         dense_bytes: bytes of the target's weights that every pass reads.
         expert_bytes: bytes of the weights of its experts.
         active_share: share of the experts that a row goes through; 1 without experts.
-        dense_weights, expert_weights: how many weights both are.
-        kv_bytes: bytes of a token's keys and values.
+        dense_weights, expert_weights: numbers of dense weights and of experts' weights.
+        kv_bytes: bytes per token of keys and values.
         draft_bytes: bytes of the drafter's weights.
         itemsize: bytes of an element of the activations.
         hidden_size, num_layers: shape of the target.
-        num_ranks: GPUs that share it.
+        num_ranks: number of GPUs that share the target.
     """
 
     dense_bytes: float
@@ -65,18 +66,19 @@ class PairSizes:
     num_ranks: int = 1
 
     def read_bytes(self, rows: int) -> float:
-        """Return the bytes that a pass of these rows reads: of the experts those that some row goes through."""
+        """Return the bytes that a pass of these rows reads: dense weights, and the experts that at
+        least one row goes through."""
         untouched = (1.0 - self.active_share) ** rows
         return self.dense_bytes + self.expert_bytes * (1.0 - untouched)
 
     @property
     def row_operations(self) -> float:
-        """Return the operations of a row: a product and a sum for each weight."""
+        """Return the arithmetic operations per row: a product and a sum for each weight."""
         return 2.0 * (self.dense_weights + self.active_share * self.expert_weights)
 
 
 def planned_costs(card: Card, sizes: PairSizes) -> StepCosts:
-    """Return the costs of steps on such a card, or on as many of them as the sizes have ranks."""
+    """Return the estimated costs of steps on such a card, or on as many of them as the sizes have ranks."""
     context_s = sizes.kv_bytes / (card.bandwidth_gb_s * 1e9 * CONTEXT_SHARE)
     layers_s = sizes.num_layers * LAYER_S
 

@@ -1,8 +1,8 @@
-"""Planner: the protocol of what decides how much each step drafts and verifies; UniformPlanner, the constant one.
+"""Planner: the protocol that decides how much each step drafts and verifies. UniformPlanner decides on a constant tree.
 
 A planner never changes the output, only its cost. `plan` runs before anything is drafted,
 `allocate` once the candidates' values are known, and `observe` when the step is over. If steps
-overlap, the next one is planned and allocated before.
+overlap, the next step is planned and allocated before `observe`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eagle_ray.tree.expand import DraftPlan, PartialDraft
 
 
 class DraftKind(Enum):
-    """The source of a step's drafts."""
+    """The source of a step's drafts: a model, or lookups alone."""
 
     MODEL = auto()  # a model, and what the drafter looks up if it looks up at all
     LOOKUPS = auto()  # lookups alone
@@ -33,15 +33,15 @@ class DraftKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The candidates of a step that are verified: the nodes that get a row of the target's pass.
+    """The candidates that a step verifies: each kept node gets a row of the target's pass.
 
     Attributes:
         keep: true for a node that is verified.
-        num_nodes: an upper bound on the kept nodes of one tree, root included.
+        num_nodes: upper bound on the kept nodes of one tree, root included.
         num_rows: rows of the verify pass; those past the number of kept nodes are padding.
-        expected: drafts of the batch that the planner expects to be accepted.
-        sizes: kept nodes of each tree, if the host knows them.
-        expected_each: as `expected`, of each sequence, if the host knows it.
+        expected: number of drafts of the batch that the planner expects to be accepted.
+        sizes: number of kept nodes of each tree, if the host knows it.
+        expected_each: number of accepted drafts expected of each sequence, if the host knows it.
     """
 
     keep: Bool[Tensor, "B N"]
@@ -53,7 +53,7 @@ class Allocation:
 
     @classmethod
     def uniform(cls, draft: Draft, limit: int) -> Allocation:
-        """Keep the best nodes of every tree, `limit` of them with the root, or all if a tree has fewer."""
+        """Keep the best `limit` nodes of every tree, root included, or all nodes if a tree has fewer."""
         num_nodes = min(limit, draft.tree.num_nodes)
         num_rows = len(draft.tree.tokens) * num_nodes
         if draft.tree.num_nodes == 1:
@@ -68,7 +68,7 @@ class Allocation:
     def unpacked(
         cls, packed: tuple[tuple[int, ...], int, int, float, list[int] | None], device: torch.device
     ) -> Allocation:
-        """Return the allocation on a device. It keeps only the roots until the kept nodes are sent."""
+        """Restore an allocation from `packed` on a device. It keeps only the roots until the kept nodes are sent."""
         shape, num_nodes, num_rows, expected, sizes = packed
         keep = torch.zeros(shape, dtype=torch.bool, device=device)
         keep[:, 0] = True
@@ -76,7 +76,7 @@ class Allocation:
 
     @classmethod
     def without_padding(cls, draft: Draft, limit: int) -> Allocation:
-        """Keep as `uniform` does, with rows for those nodes only. Waits for the device."""
+        """Keep the nodes that `uniform` keeps, with rows for kept nodes only. Waits for the device."""
         keep = uniform(draft.tree, Budget(0, limit))
         sizes = keep.sum(1).tolist()
         return cls(keep, max(sizes), sum(sizes), sizes=sizes)
@@ -93,20 +93,20 @@ class StepOutcome:
         depth: levels that were drafted; 0 if nothing was proposed, whatever the plan.
         num_catch_up: tokens that the drafter had not read before and read in this step.
         num_rows: rows of the verify pass, padding included.
-        num_accepted: accepted drafts of the batch, without those past a sequence's end.
+        num_accepted: accepted drafts of the batch, not counting tokens past a sequence's end.
         num_prompt_tokens: prompt tokens that were computed during the step.
         seconds: times of the step's parts.
-        is_first: a kernel or graph was made that later steps reuse, so the step's seconds do not
-            predict theirs.
+        is_first: whether a kernel or graph was made that later steps reuse, so that the step's
+            seconds do not predict theirs.
         num_expected_drafts: accepted drafts that the allocation expected (`Allocation.expected`).
         num_prefill_rows: prompt rows in the same pass of the target.
         num_level_rows: rows of a pass that drafts a further level, padding included, if drafts are
             replayed.
         num_pair_rows: as in Draft.
         caught_up_before: as in Draft.
-        sequences: the sequences of the batch; empty if they are not told apart.
-        accepted_each: accepted drafts of each of them.
-        expected_each: accepted drafts that the allocation expected of each of them.
+        sequences: sequences of the batch; empty if results per sequence are not observed.
+        accepted_each: accepted drafts of each sequence.
+        expected_each: accepted drafts that the allocation expected of each sequence.
     """
 
     plan: DraftPlan
@@ -130,17 +130,17 @@ class StepOutcome:
 
     @property
     def level_rows(self) -> int:
-        """Return the rows of a pass that drafts a further level: one for each node that it expands, and padding."""
+        """Return the rows of a pass that drafts a further level: one per expanded node, plus padding."""
         return self.num_level_rows or self.plan.num_members(self.batch_size) * self.plan.width
 
     @property
     def pair_rows(self) -> int:
-        """Return the rows of the pass that caught up: one for each pair, and padding."""
+        """Return the rows of the pass that read pending pairs: one per pair, plus padding."""
         return self.num_pair_rows or self.num_catch_up
 
     @property
     def usual_catch_up(self) -> int:
-        """Return the most tokens that a draft catches up on after a step with such a draft."""
+        """Return the maximum tokens that a draft reads first if the previous step drafted as well."""
         return self.plan.num_members(self.batch_size) * (1 + self.plan.max_depth)
 
 
@@ -154,10 +154,10 @@ class Planner(Protocol):
         """Return the plan of the next drafts: depth, width, and the sequences to draft for."""
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        """Return which candidates to verify. Some may be there in a plain step: tokens that grammars predict."""
+        """Return which candidates to verify. Even a plain step may have some: tokens that grammars predict."""
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a finished step."""
+        """Learn from a finished step's outcome."""
 
 
 class UniformPlanner:

@@ -7,7 +7,7 @@
         schedule.back_off()           # if its drafts were hardly accepted
     schedule.pay(seconds)             # at every step
 
-`text_histogram.py` says when texts have changed, so that it starts again.
+`text_histogram.py` detects that texts have changed; then the schedule restarts.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ProbeSchedule:
     number of such probes rises with the logarithm of the steps.
 
     Args:
-        share: share of the time; None is PROBE_SHARE.
-        wait: least steps between two probes.
+        share: share of the time that probes may cost; None is PROBE_SHARE.
+        wait: minimum steps between two probes.
     """
 
     def __init__(self, share: float | None = None, wait: int = REVIEW_EVERY) -> None:
@@ -55,24 +55,24 @@ class ProbeSchedule:
         self._last_step = step
 
     def charge(self, seconds: float) -> None:
-        """Add the cost of a probe."""
+        """Add the seconds that a probe has cost to the debt."""
         self._debt_s = max(self._debt_s, 0.0) + max(seconds, 0.0)
 
     def pay(self, seconds: float) -> None:
-        """Pay off the share of a step that took this long."""
+        """Reduce the debt by the allowed share of a step's seconds."""
         self._debt_s -= self._share * seconds
 
     def allow_retry(self, step_seconds: float) -> None:
-        """Set the debt to what the next steps pay off: MEMORY steps, and twice as many at each further call."""
+        """Set the debt so that a retry is due after MEMORY steps, and after twice as many at each further call."""
         self._debt_s = self._share * self._retry_after * step_seconds
         self._retry_after *= 2
 
     def back_off(self) -> None:
-        """Wait longer for the next probe, since drafts were hardly accepted in the last one."""
+        """Double the wait for the next probe, since drafts were hardly accepted in the last one."""
         self._wait = max(BACK_OFF * self._wait, self._min_wait)
 
     def resume(self) -> None:
-        """Wait no longer than at first."""
+        """Reset the wait between probes to its initial length."""
         self._wait = self._min_wait
 
     def restart(self, step_seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""SequenceWorths: what the drafts of each sequence are worth, as a ratio to those of the average draft.
+"""SequenceWorths: the value of each sequence's drafts, as a ratio to the average draft.
 
-    worths.observe_draft(sequences, first_values)            # how likely the drafter finds its first tokens
+    worths.observe_draft(sequences, first_values) # how likely the drafter finds its first tokens
     worths.observe_result(sequences, accepted, expected)     # how many of its drafts were accepted
-    worths.of(sequence)                                      # 0.4: two fifths of what an average draft brings in
+    worths.of(sequence) # 0.4: two fifths of an average draft's accepted tokens
 
-Averages over a batch are right for none of its sequences if easy texts run next to hard ones, or one
-after the other. The first drafts of a sequence tell which kind it is.
+If easy and hard texts run together, or one after the other, an average over the batch fits none of
+them. The first drafts of a sequence show which kind it is.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class _Record:
 
 
 class SequenceWorths:
-    """One record for each running sequence that has drafted.
+    """Values of the drafts of running sequences, from a record for each sequence that has drafted.
 
-    A record is shrunk towards the average: by one draft for what drafts promise, and by PRIOR_COUNT
-    expected tokens for how many of them are accepted.
+    Records are shrunk towards the average: promised values with the weight of one draft, acceptance
+    with the weight of PRIOR_COUNT expected tokens.
     """
 
     def __init__(self) -> None:
@@ -75,12 +75,13 @@ class SequenceWorths:
         self._num_observed = 0
 
     def of(self, sequence: object) -> float:
-        """Return the worth of a sequence's next draft: accepted tokens to expect, as a ratio to the average draft's."""
+        """Return the value of a sequence's next draft: its expected accepted tokens as a ratio to
+        the average draft's."""
         record = self._records.get(id(sequence))
         return 1.0 if record is None else record.worth
 
     def accuracy(self, sequence: object) -> float:
-        """Return the accepted drafts of a sequence for each that its drafts' values promise."""
+        """Return the accepted tokens of a sequence's drafts as a ratio to those that the drafts' values promised."""
         record = self._records.get(id(sequence))
         return 1.0 if record is None else record.accuracy
 
@@ -117,9 +118,9 @@ class SequenceWorths:
                 record.expected += hoped
 
     def groups(self, sequences: Sequence[object]) -> list[Members]:
-        """Return the groups that a step may draft for: all sequences, then the easiest half and quarter of them.
+        """Return the groups that a step may draft for: all sequences, the easiest half, the easiest quarter.
 
-        There is none as long as most of these sequences are new.
+        The list is empty while more than half of the sequences are new.
         """
         num_new = sum(map(self.is_new, sequences))
         if 2 * num_new > len(sequences):
@@ -136,8 +137,8 @@ class SequenceWorths:
     def members(self, sequences: Sequence[object], min_worth: float, step: int) -> tuple[int, ...]:
         """Return the indices of the sequences to draft for.
 
-        They are the new ones, those whose drafts are worth `min_worth`, and now and then another one,
-        whose text may have become easier. It waits twice as long after each such draft.
+        They are the new ones, those whose drafts have at least the value `min_worth`, and now and
+        then another one, whose text may have become easier. Its wait doubles after each such draft.
         """
         return tuple(i for i, one in enumerate(sequences) if self._is_member(one, min_worth, step))
 

@@ -1,10 +1,10 @@
-"""Predict a step of a worker whose slots stay full, on any card of which the costs of steps are known.
+"""Predict a step of a worker whose slots are all in use, on any card whose step costs are known.
 
     step = steady_step(costs, bounds, FullBatch(64, num_cached=64 * 400), acceptance)
     step.seconds, step.tau                     # 0.0102, 1.8
 
-It is the step that the planner of drafts would run: plain, or with the width, the depth and the
-number of rows of the best rate.
+It is the step that BudgetPlanner would run: plain, or with the width, depth and number of rows of
+the best rate.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class SteadyStep:
     """The predicted step of a full batch.
 
     Attributes:
-        seconds: seconds of the step, prompts left out.
-        tau: tokens that a sequence gets in it.
-        prompt_token_s: seconds more for each token of a prompt in its pass.
+        seconds: seconds of the step without prompts.
+        tau: tokens per sequence and step.
+        prompt_token_s: seconds added per prompt token in the pass.
     """
 
     seconds: float
@@ -53,7 +53,7 @@ def steady_step(
     """Return the step with the best rate.
 
     Args:
-        acceptance: None for plain decoding.
+        acceptance: acceptance of drafts; None for plain decoding.
     """
     search = PlanSearch(bounds, costs, fine=False, sizes=PassSizes())
     plain = SteadyStep(

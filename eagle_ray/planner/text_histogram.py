@@ -25,11 +25,11 @@ class TextHistogram:
         self._reference: Float[np.ndarray, " bins"] | None = None  # square roots of frequencies
 
     def remember(self, batch: DecodeBatch) -> None:
-        """Compare later batches with this one."""
+        """Store a batch's histogram, which later batches are compared with."""
         self._reference = _root_frequencies(batch)
 
     def have_changed(self, batch: DecodeBatch) -> bool:
-        """Return whether the batch's texts are unlike the remembered ones."""
+        """Return whether the batch's texts differ clearly from the stored ones."""
         if self._reference is None:
             return False
         return float(self._reference @ _root_frequencies(batch)) < MIN_AGREEMENT

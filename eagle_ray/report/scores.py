@@ -75,8 +75,8 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 def majority_score(samples: list[tuple[str | None, float]]) -> float:
     """Return the mean score of the most frequent answers.
 
-    >>> majority_score([("4", 1.0), ("4", 1.0), ("5", 0.0)])
-    1.0
+        >>> majority_score([("4", 1.0), ("4", 1.0), ("5", 0.0)])
+        1.0
 
     Args:
         samples: answer and score of each sample.

@@ -1,1 +1,1 @@
-"""What survives a kill: the lease, the manifest, the part files and the index of a run."""
+"""Durable state of a run that survives a kill: the lease, the manifest, the part files and the index."""

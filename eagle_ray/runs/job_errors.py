@@ -25,8 +25,8 @@ class Outcome:
         code: the exit code.
         name: one stable word for programs (EAGLE_RAY_OUTCOME).
         meaning: a description for people.
-        is_transient: the same command may succeed later without a change; ``--keep-going`` restarts
-            these.
+        is_transient: whether the command may succeed later without a change; ``--keep-going``
+            restarts only then.
     """
 
     code: int
@@ -79,7 +79,7 @@ class JobError(Exception):
 
 
 class TooManyErrors(JobError):
-    """More error rows than execution.max_error_rate allows, or no row without an error."""
+    """There are more error rows than execution.max_error_rate allows, or no row without an error."""
 
 
 class ClusterError(JobError):
@@ -87,7 +87,7 @@ class ClusterError(JobError):
 
 
 class ClusterUnfit(ClusterError):
-    """The cluster has nothing of the kind that the configuration asks for, such as a GPU."""
+    """The cluster has no resource of the requested kind, such as a GPU."""
 
 
 class ModelUnusable(ClusterError):
@@ -95,11 +95,11 @@ class ModelUnusable(ClusterError):
 
 
 class WorkerDefect(ClusterError):
-    """A worker raised an error that is neither the device's, the storage's nor the configuration's."""
+    """A worker raised an unexpected error, not caused by the device, the storage or the configuration."""
 
 
 class StorageUnavailable(JobError):
-    """The storage of the output does not answer or has no space, for now."""
+    """The storage of the output does not respond or is full; a later start may succeed."""
 
 
 class OutputLocked(JobError):
@@ -115,11 +115,11 @@ class Incomplete(JobError):
 
 
 class PublishError(JobError):
-    """The place that a run is published to cannot be written now; the rows of the run are safe."""
+    """The publishing destination cannot be written now; the rows of the run are safe."""
 
 
 class BoundReached(JobError):
-    """The run has stopped at its deadline or at its limit of dollars, and rows are left."""
+    """The run has stopped at its deadline or its budget, with rows left."""
 
 
 class EndpointRefused(JobError):
@@ -127,7 +127,7 @@ class EndpointRefused(JobError):
 
 
 class EndpointGone(JobError):
-    """No connection to the endpoint could be made for long."""
+    """The endpoint could not be connected to for too long."""
 
 
 class OutputMismatch(JobError):
@@ -139,7 +139,7 @@ class OutputDamaged(OutputMismatch):
 
 
 class InputChanged(JobError):
-    """An input file is no longer the one that was scanned when the job started."""
+    """An input file has changed since the job scanned it at its start."""
 
 
 OUTCOME_BY_ERROR: dict[type[BaseException], Outcome] = {
@@ -206,8 +206,8 @@ class RunResult:
     """The result of one run.
 
     Attributes:
-        outcome: a row of the table above.
-        reason: one line; "" if the run is done.
+        outcome: way in which the run ended.
+        reason: reason in one line; "" if the run is done.
         rows: output rows in files, None if they were not counted.
         errors: error rows among them, None if they were not counted.
         restarts: restarts by ``--keep-going``.

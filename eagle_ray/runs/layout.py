@@ -14,8 +14,8 @@ number and configuration with that file before it takes its lease, so an output 
 
 A run's code names the record's directory ``output``; `data_of` gives the directory of its rows.
 
-Every JSON record is checked when it is read (``config/records.py``). A record that nothing else
-says is `OutputDamaged` if it is damaged; one that can be made again is left out, with a warning.
+Every JSON record is checked when it is read (``config/records.py``). A damaged record raises
+`OutputDamaged`, unless its content can be computed again: then it is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class JobShard:
     So an input that grows keeps its assignment, and no two shards have an id in common.
 
     Attributes:
-        index: from 1 to count.
+        index: number of the shard, from 1 to count.
 
-    >>> JobShard.of("2/3").name
-    '0002-of-0003'
+        >>> JobShard.of("2/3").name
+        '0002-of-0003'
     """
 
     index: int
@@ -99,11 +99,12 @@ class JobShard:
 
     @property
     def name(self) -> str:
-        """Return the name of its directory."""
+        """Return the name of the shard's directory."""
         return f"{self.index:04d}-of-{self.count:04d}"
 
     def holds(self, ids: Digests) -> np.ndarray:
-        """Return for each id whether it is in this shard: the digest's first 8 bytes, as a number, modulo count."""
+        """Return for each id whether it belongs to this shard: the digest's first 8 bytes, as a
+        number, modulo count."""
         words = np.ascontiguousarray(ids).view(np.uint8).reshape(-1, SIZE)[:, :_WORD]
         numbers = np.ascontiguousarray(words).view(">u8").reshape(-1)
         return numbers % np.uint64(self.count) == self.index - 1
@@ -115,7 +116,7 @@ def shard_output(root: StoragePath, shard: JobShard) -> StoragePath:
 
 
 def root_of(output: StoragePath) -> StoragePath:
-    """Return output.path: of a shard's record, the directory that all shards share."""
+    """Return output.path from a record's directory; for a shard, the directory that all shards share."""
     return output.parent.parent if _is_shard(output) else output
 
 
@@ -133,9 +134,9 @@ def _is_shard(output: StoragePath) -> bool:
 
 
 def output_of(config: JobConfig) -> StoragePath:
-    """Return the directory of the run's record, absolute since workers run in another working directory.
+    """Return the directory of the run's record: output.path, or the shard's directory below it.
 
-    It is output.path, or the shard's directory below.
+    It is absolute, since workers run in another working directory.
     """
     root = named_path("output.path", config.output.path)
     return (
@@ -145,10 +146,10 @@ def output_of(config: JobConfig) -> StoragePath:
 
 @contextmanager
 def wrap_os_errors(output: StoragePath, key: str = "output.path") -> Iterator[None]:
-    """Turn an OSError into a ConfigError, or into StorageUnavailable if it may pass.
+    """Turn an OSError into a ConfigError, or into StorageUnavailable if it may be temporary.
 
     Args:
-        key: key of the configuration, which the message names.
+        key: key of the configuration that the message names.
     """
     try:
         yield
@@ -175,7 +176,7 @@ def read_record(file: StoragePath, kind: RecordKind, remedy: str) -> dict[str, A
 def read_record_with_version(
     file: StoragePath, kind: RecordKind, remedy: str
 ) -> tuple[dict[str, Any], int | str] | tuple[None, None]:
-    """Return the result of read_record, and the version of the file that it read."""
+    """Return a record as read_record does, and the version of its file."""
     try:
         data, stamp = file.read_with_version()
     except FileNotFoundError as error:
@@ -192,7 +193,7 @@ def read_record_with_version(
 def read_derived_record(
     file: StoragePath, kind: RecordKind, remedy: str = "it is made again"
 ) -> dict[str, Any] | None:
-    """Return a record that can be made again, or None, with a warning, if it is damaged.
+    """Return a record that can be computed again; None if it is missing, or with a warning if it is damaged.
 
     Args:
         remedy: command that makes the record again.
@@ -205,7 +206,7 @@ def read_derived_record(
 
 
 def check_claim(config: JobConfig) -> None:
-    """Raise OutputMismatch if the output belongs to a job of another number of shards, or to one without shards."""
+    """Raise OutputMismatch if the output belongs to a job with another number of shards, or without shards."""
     root = root_of(output_of(config))
     with wrap_os_errors(root):
         if config.execution.shard is None:
@@ -220,7 +221,7 @@ def claim_output(config: JobConfig, revisions: Mapping[str, str] = NO_REVISIONS)
     Raises ConfigError if it cannot be written, InputChanged if another shard reads other commits.
 
     Args:
-        revisions: commits of the hub that the input is of, which all shards then read.
+        revisions: commits on the hub that the input comes from, which all shards then read.
     """
     check_claim(config)
     root = root_of(output_of(config))
@@ -246,7 +247,7 @@ def claim_output(config: JobConfig, revisions: Mapping[str, str] = NO_REVISIONS)
 
 
 def shard_revisions(config: JobConfig) -> dict[str, str]:
-    """Return the commits of the hub that all shards of this output read, by repository and revision."""
+    """Return the commits on the hub that all shards of this output read, by repository and revision."""
     if config.execution.shard is None:
         return {}
     plan = read_shard_plan(root_of(output_of(config)))

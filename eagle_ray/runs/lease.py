@@ -1,20 +1,22 @@
-"""Lease: one process at a time works on a run directory, a driver on a job's output or an endpoint on its batch.
+"""Lease: ensures that one process at a time writes a run directory (a driver's job, or a batch of an endpoint).
 
 Locally it is a file lock of the operating system, which ends with its process. In a bucket it is an
 object that its holder rewrites every few seconds (heartbeat). Every change of that object is a
 compare-and-swap on the version that was read.
 
-A process that finds such an object watches it by its own clock, since no two machines agree on the
-time. One change may be a late PUT of a dead holder, so it only restarts the clock; a second change
-proves a live holder. An object without a change for LEASE_S is taken over; at once if its holder
-was a process of this machine that has ended.
+A process that finds such an object watches it by its own clock, since the clocks of two machines
+differ. One change may be a late PUT of a dead holder, so it only restarts the clock; a second
+change proves a live holder. An object without a change for LEASE_S is taken over, or at once if its
+holder was a process of this machine that has ended.
 
-A holder that cannot renew its lease does not stop at once. Why that is safe:
-- To take the lease over, another process must write its own token into the object. So if the object still holds our
+A holder that cannot renew its lease does not stop at once. Why that is safe: - To take the lease
+over, another process must write its own token into the object. So if the object still holds our
   token when the storage responds again, and our compare-and-swap on that version succeeds, there was no take-over.
-- SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's process stops
+- SELF_FENCE_S after its last renewal, which is before a take-over is possible, the holder's process
+stops
   publishing: ``check`` is called before each PUT and waits until the lease is renewed or lost.
-- Writers in other processes read ``_run.json`` right before each PUT instead. A new holder first raises the attempt
+- Writers in other processes read ``_run.json`` right before each PUT instead. A new holder first
+raises the attempt
   number there, by compare-and-swap, so a late writer stops. A writer that read just before that and writes just
   after is harmless (``runs/run.py``): it creates a file of its own attempt, and the new holder counts after such PUTs.
 After OUTAGE_S the holder gives up with a transient error.
@@ -85,16 +87,16 @@ def hold(
     If the lease is lost, leaving the context raises the reason.
 
     Args:
-        on_loss: called from another thread when the lease is lost; ends what this process does in
-            the context.
-        after_loss: called right before the reason is raised; ends the effect of on_loss.
+        on_loss: callback, from another thread, when the lease is lost; it must stop the work in the
+            context.
+        after_loss: callback right before the reason is raised; it undoes on_loss.
     """
     with hold_lease(Lease.of(output, on_loss), after_loss) as lease:
         yield lease
 
 
 def free_lease(output: StoragePath, on_loss: Callable[[], None] = do_nothing) -> Lease:
-    """Return the lease of a run directory, which no live process holds now. Nothing is written.
+    """Return the lease of a run directory if no live process holds it. Nothing is written.
 
     Raises OutputLocked if another process holds it.
     """
@@ -106,7 +108,7 @@ def free_lease(output: StoragePath, on_loss: Callable[[], None] = do_nothing) ->
 
 @contextmanager
 def hold_lease(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Iterator[Lease]:
-    """Take a lease and hold it, as `hold` does."""
+    """Take a lease object and hold it while the context is open, as `hold` does."""
     with wrap_os_errors(lease.output):
         lease.take()
     try:
@@ -121,9 +123,9 @@ def hold_lease(lease: Lease, after_loss: Callable[[], None] = do_nothing) -> Ite
 class Lease:
     """The lease of one run directory: a file lock.
 
-    Keep the object between tries, because it remembers since when another process has given no sign
-    of life. It can be taken again after its release. Methods block on storage and raise OSError if
-    it fails.
+    Use one object for repeated tries, because it remembers since when another process has given no
+    sign of life. It can be taken again after its release. Methods block on storage and raise
+    OSError if it fails.
     """
 
     def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
@@ -205,17 +207,18 @@ class Lease:
             time.sleep(LEASE_POLL_S)
 
     def is_holder_alive(self) -> bool:
-        """Return whether the process that the last try has found is known to be alive."""
+        """Return whether the holder that the last try found is known to be alive."""
         return True
 
     def check(self) -> None:
-        """Return if no other process can hold the lease now. Waits while that is uncertain; raises if it is lost."""
+        """Return if this process certainly holds the lease. Waits while that is uncertain; raises
+        if the lease is lost."""
 
     def release(self) -> None:
-        """Give the lease back if this process holds it. A bucket that does not answer keeps it until it is stale.
+        """Give the lease up if this process holds it. If a bucket does not respond, the lease ends when it is stale.
 
-        The lock file has its former content again, and one that was made here goes if no run has
-        begun, so that a start that was refused leaves no trace.
+        The lock file gets its former content back. If this process created it and no run has begun,
+        it is deleted, so that a refused start leaves no trace.
         """
         if self._handle is not None:
             with suppress(OSError):
@@ -382,11 +385,11 @@ class Watched:
     """Another process's lease under observation.
 
     Attributes:
-        token: the first holder's.
+        token: token of the first holder.
         stamp: version of its latest state.
         since: when that state was first seen, on the monotonic clock.
         num_changes: changes since the observation began.
-        is_alive: a live process holds it, as a new token proves.
+        is_alive: whether a live process holds it, which a new token proves.
     """
 
     token: str | None

@@ -1,8 +1,8 @@
 """OutputIndex: the ids that are complete in the files of ``OUT/data``.
 
-An id is done if its n samples are in one file. Each file is read once: what it holds is kept in the
+An id is done if its n samples are in one file. Each file is read once: its ids are stored in the
 run's index until the file changes. Duplicates of an id are removed. Reading changes nothing; `save`
-writes what was read into the run's index.
+writes the result into the run's index.
 
     index = OutputIndex.read(run.data, run.output / INDEX)
     count_done(plan.rows, index).num_done                       # 480
@@ -61,12 +61,12 @@ class OutputIndex:
     """The ids in the files of an output.
 
     Attributes:
-        files: in the order in which they were made.
-        tables: rows sorted by id within each table: an id, the number of a file, and the rows of
-            the id there.
-        ranks: by number of a file: its index in `files`, or -1 for a file that changed or is gone.
-        unknown: those of `files` that the index did not have, in any state.
-        known: the index of the files.
+        files: files in the order in which they were made.
+        tables: rows sorted by id within each table: an id, a file number, and the number of the
+            id's rows in that file.
+        ranks: for each file number, its index in `files`, or -1 for a file that changed or is gone.
+        unknown: files that the stored index did not have in any state.
+        known: index of the files, as stored and extended.
     """
 
     files: list[StoragePath]
@@ -82,13 +82,13 @@ class OutputIndex:
         directory: StoragePath | None = None,
         ignored: Container[StoragePath] = (),
     ) -> OutputIndex:
-        """Read the files, or from an index directory what it has of them. Nothing is written there.
+        """Read the files of an output; unchanged ones are taken from the index directory. Nothing is written there.
 
-        Only the ids of a file are read. A file that changed since it was indexed may be damaged, so
-        it is read whole.
+        Of a new file only the ids are read. A file that changed since it was indexed may be
+        damaged, so it is read whole.
 
         Args:
-            ignored: files that are not read.
+            ignored: files to skip.
 
         Raises:
             OutputMismatch: a file is of another major version or of another program.
@@ -128,7 +128,7 @@ class OutputIndex:
         return cls(files, tables, ranks, unknown, known)
 
     def save(self, directory: StoragePath, data: StoragePath) -> None:
-        """Write what was read into the index directory it was read with. The caller holds the lease."""
+        """Write the index into the directory that it was read with. The caller must hold the lease."""
         self.known.save(directory, data)
 
     @property
@@ -139,18 +139,18 @@ class OutputIndex:
 
     @property
     def num_entries(self) -> int:
-        """Return the number of ids, one that is in several files counted in each; files that are gone count too."""
+        """Return the number of (id, file) entries, including those of files that are gone."""
         return sum(len(table["id"]) for table in self.tables)
 
     def by_range(self, parts: int) -> Iterator[Table]:
-        """Yield the entries of each range of ids, sorted by id. Column file is the index in `files`."""
+        """Yield the entries of each range of ids, sorted by id. The column `file` is an index into `files`."""
         for tables in ranges(self.tables, parts):
             whole = sorted_by_id(join(tables, NO_OUTPUT_ROWS))
             whole["file"] = self.ranks[whole["file"]]
             yield take(whole, whole["file"] >= 0)
 
     def find(self, ids: Digests) -> Table:
-        """Return the entries of these ids, sorted by id. Column file is the index in `files`."""
+        """Return the entries of these ids, sorted by id. The column `file` is an index into `files`."""
         wanted = np.sort(ids)
         entries = (
             [take(table, isin(table["id"], wanted)) for table in self.tables] if len(ids) else []
@@ -162,15 +162,15 @@ class OutputIndex:
 
 @dataclass(frozen=True, slots=True)
 class KnownFiles:
-    """The index on disk, and the files that were read since it was written.
+    """The stored index, extended by the files that were read since it was written.
 
     Attributes:
         files: number and state of each file, by path.
-        segments: on disk, with the directory of each.
-        tables: the rows of the segments.
-        next_number: number of the next file.
-        is_saved: whether the index on disk is this one.
-        temporary: the directory of the segments that are not in the index yet.
+        segments: files of rows on disk, with the directory of each.
+        tables: rows of the segments.
+        next_number: number of the next new file.
+        is_saved: whether the index on disk has this content.
+        temporary: directory of the segments that are not in the stored index yet.
     """
 
     files: dict[StoragePath, tuple[int, str]] = field(default_factory=dict)
@@ -194,14 +194,14 @@ class KnownFiles:
             return cls()
 
     def number_of(self, file: StoragePath, state: str) -> int | None:
-        """Return the file's number, or None if the index does not have the file as it is now."""
+        """Return the file's number, or None if the file is new or has changed."""
         number, known_state = self.files.get(file, (None, ""))
         return number if known_state == state else None
 
     def with_files(
         self, files: dict[StoragePath, tuple[int, str]], added: Iterable[Table]
     ) -> KnownFiles:
-        """Return the index of these files. The rows of those that it lacks are `added`; they go to temporary files."""
+        """Return the index of exactly these files. Rows of new files are `added` and written to temporary files."""
         if files == self.files:
             return self
         temporary = tempfile.TemporaryDirectory(prefix="eagle-ray-index-")
@@ -256,7 +256,7 @@ def _tables_of(segments: Iterable[tuple[StoragePath, Segment]]) -> list[Table]:
 
 
 def excess_in(table: Table, is_complete: np.ndarray) -> Table:
-    """Return the entries to remove so that every id is complete in one file.
+    """Return the entries to remove so that every id is in one file only, and complete there if it is complete anywhere.
 
     The newest of several complete copies stays; without a complete one, the oldest.
 
@@ -278,7 +278,7 @@ def excess_in(table: Table, is_complete: np.ndarray) -> Table:
 
 
 def without_ids(file: StoragePath, ids: Digests) -> pa.Table:
-    """Return the file's rows without these ids, which are sorted. Raises as OutputIndex.read does."""
+    """Return the rows of a file except those of the given sorted ids. Raises as OutputIndex.read does."""
     table = _columns_in(file, None)
     return table.filter(pa.array(~isin(digests(table["request_id"].to_pylist()), ids)))
 
@@ -292,7 +292,7 @@ def error_ids(file: StoragePath) -> Digests:
 
 
 def own_files(data: StoragePath) -> list[StoragePath]:
-    """Return all Parquet files of a run. Raises OutputMismatch if there are files of other programs."""
+    """Return all part files of a run. Raises OutputMismatch if other programs have written Parquet files there."""
     files = part_files(data)
     if foreign := [str(file) for file in files if not _is_own(file)]:
         raise OutputMismatch(

@@ -1,12 +1,12 @@
 """Names of an output's part files, and functions that read their columns.
 
-A file is named after the attempt and the task that made it. One function opens them all, one file
-in memory at a time, and names a file that is damaged:
+A file is named after the attempt and the task that made it. Functions read one file at a time into
+memory, and errors name a damaged file:
 
     for table in read_tables(run.data, ["request_id", "text"]):
         print(table["text"][0])
 
-It may be in partition directories, named after the values of chosen columns (`partitions.py`).
+Files may be in partition directories, named after the values of chosen columns (`partitions.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def part_name(attempt: int, task: int) -> str:
 
 
 def attempt_of(file: StoragePath) -> int | None:
-    """Return the attempt that made a file, or None if the name is not ours."""
+    """Return the number of the attempt that made a file, or None if the file's name is not a part file's."""
     match = PART.fullmatch(file.name)
     return int(match.group(1)) if match else None
 
 
 def part_files(data: StoragePath) -> list[StoragePath]:
-    """Return every Parquet file below, in the order in which they were made."""
+    """Return every Parquet file below a directory, in the order in which they were made."""
     return sorted(
         data.glob("**/*.parquet"), key=lambda file: (attempt_of(file) or 0, file.name, file)
     )
@@ -51,7 +51,7 @@ def part_files(data: StoragePath) -> list[StoragePath]:
 
 @contextmanager
 def open_part(file: StoragePath) -> Iterator[pq.ParquetFile]:
-    """Open a part file. Raises OutputDamaged, naming it, if it or what the body reads of it is damaged."""
+    """Open a part file in a context. Raises OutputDamaged, naming it, if it or what is read from it is damaged."""
     try:
         with open_parquet(file) as parquet:
             yield parquet
@@ -69,7 +69,7 @@ def check_part(file: StoragePath) -> None:
 
 
 def read_columns(parquet: pq.ParquetFile, columns: list[str] | None = None) -> pa.Table:
-    """Return these columns, or all, with valid texts. Raises ArrowInvalid if one is missing or invalid."""
+    """Read these columns, or all, and check that texts are UTF-8. Raises ArrowInvalid if one is missing or invalid."""
     table = parquet.read(columns=columns)
     if missing := [name for name in columns or () if name not in table.column_names]:
         raise pa.ArrowInvalid(f"no column {', '.join(missing)}")
@@ -115,7 +115,7 @@ def stored_schema(data: StoragePath) -> pa.Schema:
 
 
 def schema_of(files: Sequence[StoragePath]) -> pa.Schema:
-    """Return the columns of these files of a run, partition columns last. No files have none."""
+    """Return the columns of these part files, partition columns last. Without files there are no columns."""
     for file in files[:1]:
         with open_part(file) as parquet:
             schema = parquet.schema_arrow
@@ -130,7 +130,7 @@ def schema_of(files: Sequence[StoragePath]) -> pa.Schema:
 
 
 def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of the run's next file, which has the columns of all its files."""
+    """Return the schema for the run's next file: all columns that its files have so far."""
     return schema_after(stored_schema(data), carried)
 
 
@@ -141,7 +141,7 @@ def schema_after(stored: pa.Schema, carried: Iterable[pa.Field]) -> pa.Schema:
 
 
 def as_stored(schema: pa.Schema) -> pa.Schema:
-    """Return the columns as Parquet stores them: it names list items differently and has coarser times."""
+    """Return the schema as it is read back from Parquet, which names list items differently and has coarser times."""
     return pq.read_schema(pa.BufferReader(parquet_bytes(schema.empty_table(), "none")))
 
 

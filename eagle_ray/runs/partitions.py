@@ -66,7 +66,7 @@ class Partitions:
     """Columns that name directories.
 
     Attributes:
-        columns: from the outermost directory to the innermost; none for no directories.
+        columns: columns from the outermost directory to the innermost; empty for no directories.
         types: types of carried columns.
     """
 
@@ -84,9 +84,9 @@ class Partitions:
         return cls(tuple(columns), dict(carried_types))
 
     def check_values(self, requests: Iterable[Mapping[str, Any]]) -> None:
-        """Raise ConfigError naming the first row with a value that makes too long a name, or one that cannot be read.
+        """Raise ConfigError naming the first row whose value cannot be read or makes too long a directory name.
 
-        Checked before the start, since an error row would be in that very directory.
+        It is checked before the start, since an error row would need that very directory.
         """
         names = [
             name for name in self.columns if name not in PARTITION_COLUMNS or name == "source_file"
@@ -136,14 +136,15 @@ def partition_values(path: str) -> dict[str, str | None]:
 
 
 def partition_types(schema: pa.Schema) -> pa.Schema:
-    """Return the file's partition columns with their types."""
+    """Return the types of a file's partition columns, from its metadata."""
     noted = (schema.metadata or {}).get(TYPES_KEY)
     return pa.ipc.read_schema(pa.py_buffer(noted)) if noted else pa.schema([])
 
 
 def with_partition_columns(table: pa.Table, types: pa.Schema, path: str) -> pa.Table:
-    """Return the file's rows with its partition columns in these types. Raises OutputMismatch if
-    its directories do not give their values.
+    """Add a file's partition columns, in these types, to its rows.
+
+    Raises OutputMismatch if its directories do not give their values.
     """
     values = partition_values(path)
     for field in types:

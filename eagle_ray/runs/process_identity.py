@@ -1,4 +1,4 @@
-"""Process: which process on which machine something belongs to, and whether that process still runs.
+"""Process: identify a process on a machine, and tell whether it still runs.
 
     >>> Process.current().is_gone()
     False
@@ -24,14 +24,15 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """An identity of a process on a machine, by which another process there can tell whether it still runs.
+    """Identity of a process, from which another process on the machine can tell whether it still runs.
 
     Attributes:
         pids: the PID namespace, since containers may share a host's name but not its processes.
-        started: when it started, in ticks since the machine did; None if it had ended then.
+        started: start time in ticks since the machine's start; None if the process had already
+            ended.
 
-    >>> Process.current().is_gone()
-    False
+        >>> Process.current().is_gone()
+        False
     """
 
     host: str
@@ -41,7 +42,7 @@ class Process:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Process:
-        """Return the process in a record. Keys that a newer version may have added are ignored."""
+        """Parse a process from a record. Keys that a newer version may have added are ignored."""
         return cls(**{each.name: record[each.name] for each in fields(cls)})
 
     @classmethod
@@ -49,7 +50,7 @@ class Process:
         return cls(socket.gethostname(), _pid_namespace(), os.getpid(), _start_time(os.getpid()))
 
     def is_gone(self) -> bool | None:
-        """Return whether the process has ended, or None if that cannot be told from this machine."""
+        """Return whether the process has ended, or None if this machine cannot tell."""
         if (self.host, self.pids) != (socket.gethostname(), _pid_namespace()):
             return None
         now = _start_time(self.pid)
@@ -88,7 +89,8 @@ def _start_time(pid: int) -> str | None:
 
 
 def boot_id() -> str:
-    """Return what the system names this start of the machine: machines may share a host name. Empty if not Linux."""
+    """Return Linux's identifier of this boot of the machine, since machines may share a host name.
+    Empty on other systems."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,11 +1,11 @@
-"""Record the fingerprints of a run's input files, and compare them with the files of today.
+"""Record the fingerprints of a run's input files, and compare them with the present files.
 
 ``_run.json`` names the list of the input files that a run was made from, with their fingerprints:
-``_inputs-<random>.json``. It is a file of its own because every writer reads ``_run.json`` before
-it publishes: with a hundred thousand input files that would be 22 MB for each part file. Another
-list is another file with a name that was never used. So ``_run.json`` names a list that is there
-and does not change, also after a kill between the two, and what a late driver deletes is never the
-list of a later one.
+``_inputs-<random>.json``. It is a separate file because every writer reads ``_run.json`` before it
+publishes: with a hundred thousand input files that would be 22 MB for each part file. A new list
+gets a new file name, which was never used before. So the list that ``_run.json`` names exists and
+does not change, even after a kill between the two writes, and a late driver never deletes the list
+of a later one.
 
     inputs = {"/data/in.jsonl": {"size": 12, "mtime_ns": 1700000000000000000}}
     manifest["inputs"] = write_inputs(output, inputs, {})
@@ -39,7 +39,7 @@ Fingerprint = dict[str, Any]
 
 
 def read_inputs(output: StoragePath, manifest: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """Return the fingerprints by path. Raises OutputDamaged if the list is gone or is not the one that was written."""
+    """Return the recorded fingerprints by path. Raises OutputDamaged if the list is missing or was changed."""
     noted = manifest["inputs"]
     if manifest.get("format_version") == FORMAT_WITH_INPUTS:
         return _checked(output, output / RUN, FingerprintsRecord, noted)
@@ -97,7 +97,7 @@ def write_inputs(
     """Write the list of input files unless it is already recorded, and return its entry for ``_run.json``.
 
     Args:
-        noted: what ``_run.json`` had of the last list.
+        noted: entry of the last list in ``_run.json``.
     """
     data = dump_json(inputs, separators=(",", ":")).encode()
     name = _name_in(noted)
@@ -112,12 +112,13 @@ def _holds(file: StoragePath, data: bytes) -> bool:
 
 
 def input_lists(output: StoragePath) -> list[StoragePath]:
-    """Return all lists of input files: the current one, and those that killed attempts left."""
+    """Return the files of all lists: the current one, and those that killed attempts left."""
     return output.glob(INPUTS.format("*"))
 
 
 def changed_files(recorded: Mapping[str, Fingerprint], current: Mapping[str, Fingerprint]) -> str:
-    """Return the recorded files that have changed, with a description of each change. New files are not included."""
+    """Return the recorded files that have changed, each with a description of the change. New files
+    are not included."""
     changes = {path: what_changed(recorded.get(path, now), now) for path, now in current.items()}
     return ", ".join(f"{path} ({change})" for path, change in changes.items() if change)
 
@@ -141,5 +142,5 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
 
 
 def content_of(fingerprint: Fingerprint) -> str:
-    """Return a text that differs for files of different content: of the digest, else of the etag or time."""
+    """Return a text that identifies a file's content: its size with the digest, or else with the etag or the time."""
     return f"{fingerprint['size']} {fingerprint.get('digest') or fingerprint.get('etag') or fingerprint['mtime_ns']}"

@@ -1,9 +1,9 @@
-"""Row index: what a run remembers of its rows on disk, sorted by id, so that a start need not read them again.
+"""Row index: a run's cache of its rows' ids on disk, sorted, so that a start need not read the rows again.
 
-The index is in ``OUT/_index`` and is a cache: lost, damaged or older than what it describes, it is
-built again. A segment is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 bytes of
-digest a row and a few numbers. It is mapped into memory, so that a driver holds no copy. Several
-segments are read together by ranges of the digest, which bounds memory whatever the number of rows.
+The index is in ``OUT/_index``. If it is lost, damaged or out of date, it is built again. A segment
+is an Arrow file of at most SEGMENT_ROWS rows, sorted by id, with 16 bytes of digest a row and a few
+numbers. It is mapped into memory, so that a driver holds no copy. Several segments are read
+together by ranges of the digest, which bounds memory whatever the number of rows.
 
 An id is known by its digest: a million ids take sixteen megabytes instead of two hundred. A chance
 collision is expected only after some 10^19 ids.
@@ -52,7 +52,7 @@ Table = dict[str, np.ndarray]
 
 
 class IndexDamaged(OutputDamaged):
-    """A segment is missing, or is not the one that was written."""
+    """A segment is missing or was changed after it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Segment:
 
 
 def digest(request_id: str) -> bytes:
-    """Return the digest of an id, which may hold half of a surrogate pair."""
+    """Return the digest of an id. The id may contain half of a surrogate pair."""
     data = request_id.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=SIZE).digest()
 
@@ -83,7 +83,7 @@ def digests(ids: Iterable[str]) -> Digests:
 
 
 def index_of(ids: Digests, known: Digests) -> np.ndarray:
-    """Return for each id its index in `known`, which is sorted, or -1."""
+    """Return for each id its index in the sorted array `known`, or -1."""
     index = np.full(len(ids), -1)
     if not len(known):
         return index
@@ -98,12 +98,12 @@ def index_of(ids: Digests, known: Digests) -> np.ndarray:
 
 
 def isin(ids: Digests, known: Digests) -> np.ndarray:
-    """Return for each id whether it is in `known`, which is sorted."""
+    """Return for each id whether it is in the sorted array `known`."""
     return index_of(ids, known) >= 0
 
 
 def duplicates(ids: Digests) -> Digests:
-    """Return those of the sorted ids that occur more than once."""
+    """Return the ids that occur more than once in a sorted array."""
     later = ids[1:]
     is_repeated = later == ids[:-1]
     return np.unique(later[is_repeated])
@@ -115,7 +115,7 @@ def sorted_by_id(table: Table) -> Table:
 
 
 def take(table: Table, chosen: np.ndarray) -> Table:
-    """Return the rows at these indices, or where this mask is true."""
+    """Return some rows of a table, given by indices or by a mask."""
     return {name: column[chosen] for name, column in table.items()}
 
 
@@ -124,10 +124,10 @@ def cut(table: Table, start: int, stop: int) -> Table:
 
 
 def join(tables: Sequence[Table], empty: Table) -> Table:
-    """Return the rows of the tables.
+    """Concatenate tables.
 
     Args:
-        empty: a table of the same columns without rows.
+        empty: table with these columns and no rows.
     """
     joined = {}
     for name, column in empty.items():
@@ -183,7 +183,7 @@ def segments_in(facts: list[dict[str, Any]]) -> list[Segment]:
 
 
 def read_index_file(file: StoragePath) -> dict[str, Any] | None:
-    """Return the JSON object of an index file, or None if there is none that can be read, or not as it was written."""
+    """Return the JSON object of an index file, or None if it is missing, unreadable or was changed."""
     try:
         facts = read_json_object(file)
     except OSError:
@@ -205,7 +205,7 @@ def _checksum_of(facts: dict[str, Any]) -> int:
 
 
 def free_index_name(output: StoragePath) -> None:
-    """Delete a file that has the name of the index's directory. The caller holds the lock."""
+    """Delete a file that occupies the name of the index's directory. The caller must hold the lock."""
     place = output / INDEX_DIRECTORY
     if place.is_local and place.exists():
         log.warning("%s is a file, not a directory: deleted, and the index is built again", place)
@@ -238,7 +238,7 @@ def _write_joined(directory: StoragePath, kind: str, tables: list[Table]) -> Seg
 
 
 def remove_unused(directory: StoragePath, kind: str, used: Iterable[Segment]) -> None:
-    """Delete segments that the index does not name, such as those of a killed writer."""
+    """Delete segments that the index does not name, for example those of a killed writer."""
     names = {segment.name for segment in used}
     with suppress(OSError):
         for file in directory.glob(f"{kind}-*.arrow"):
@@ -247,25 +247,25 @@ def remove_unused(directory: StoragePath, kind: str, used: Iterable[Segment]) ->
 
 
 def has_many_segments(num_segments: int, num_rows: int) -> bool:
-    """Return whether segments should be merged: each start may add a small one."""
+    """Return whether segments should be merged, because each start may have added a small one."""
     return num_segments > MAX_SMALL_SEGMENTS + 2 * num_rows // SEGMENT_ROWS
 
 
 def write_facts(file: StoragePath, facts: dict[str, Any]) -> None:
-    """Write a JSON file of the index with its checksum, without white space: it may list many files and shards."""
+    """Write a JSON file of the index with its checksum, compactly, since it may list many files and shards."""
     checked = facts | {"checksum": _checksum_of(facts)}
     text = dump_json(checked, separators=(",", ":"))
     file.write_atomic(text.encode())
 
 
 def num_ranges(num_rows: int) -> int:
-    """Return into how many ranges of the digest this many rows are cut."""
+    """Return into how many ranges of digests this many rows are split."""
     needed = math.ceil(num_rows / RANGE_ROWS)
     return min(PREFIXES, max(1, needed))
 
 
 def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
-    """Yield the rows of sorted tables by range of the digest, in ascending order: a list of parts of the tables."""
+    """Yield the rows of sorted tables by ascending range of digests, as a list of parts of the tables."""
     # Where each table is cut: at the first id that is not below a bound.
     inner_bounds = b"".join(_bound(i, parts) for i in range(1, parts))
     bounds = np.frombuffer(inner_bounds, DIGEST)
@@ -280,10 +280,10 @@ def ranges(tables: Sequence[Table], parts: int) -> Iterator[list[Table]]:
 
 
 def joined_ranges(tables: Sequence[Table], empty: Table) -> Iterator[Table]:
-    """Yield all rows of sorted tables, those of one range of the digest at a time.
+    """Yield all rows of sorted tables, one range of digests at a time, concatenated.
 
     Args:
-        empty: see join.
+        empty: table with these columns and no rows.
     """
     num_rows = sum(len(table["id"]) for table in tables)
     for parts in ranges(tables, num_ranges(num_rows)):

@@ -91,9 +91,9 @@ class RunState:
     """The state of a run directory, read without a lease.
 
     Attributes:
-        output: the directory.
+        output: directory of the run.
         version: version of ``_run.json`` when it was read; None if there is none.
-        manifest: its content, or None.
+        manifest: content of ``_run.json``, or None.
     """
 
     output: StoragePath
@@ -102,7 +102,8 @@ class RunState:
 
     @property
     def last_attempt(self) -> dict[str, Any]:
-        """Return the last attempt of a run that has begun: its number, its start, and once it has ended its outcome."""
+        """Return the record of the last attempt of a run that has begun: number, start, and outcome
+        once it has ended."""
         return self.record["attempts"][-1]
 
     @property
@@ -113,18 +114,18 @@ class RunState:
 
     @property
     def process(self) -> Process | None:
-        """Return the process of the last attempt, if it is recorded."""
+        """Return the process of the last attempt, or None if it is not recorded."""
         process = self.last_attempt.get("process")
         # Older records have a number here.
         return Process.of(process) if isinstance(process, dict) else None
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the run has ended with all that it was asked for.
+        """Return whether the run has ended with everything that was requested.
 
-        A start that is killed right after it has recorded its attempt leaves ``_SUCCESS`` of an
-        earlier one, and the summary of that one. An attempt without an outcome has a summary of its
-        own before its ``_SUCCESS``.
+        A start that is killed right after recording its attempt leaves ``_SUCCESS`` and the summary
+        of an earlier attempt. So an attempt without an outcome counts only if the summary is its
+        own.
         """
         if not (self.output / SUCCESS).exists():
             return False
@@ -139,9 +140,10 @@ class Run:
     """One attempt at one output directory; pickled into every writer.
 
     Attributes:
-        attempt: 1 for the first start; each resume and each overwrite adds one.
-        config_hash: hash of the configuration that was asked for.
-        check_lock: in the process that holds the lease, called before each publish; writers in
+        attempt: number of the attempt: 1 for the first start; each resume and each overwrite adds
+            one.
+        config_hash: hash of the requested configuration.
+        check_lock: check of the lease before each publish, in the process that holds it. Writers in
             other processes have none (``runs/lease.py`` explains why that is enough).
     """
 
@@ -170,15 +172,15 @@ class Run:
     def claim(
         cls, lease: Lease, state: RunState, facts: Mapping[str, Any], key: str = "output.path"
     ) -> Iterator[Run]:
-        """Begin an attempt at the directory, and record at the end of the context how it ended.
-
-        From now on no earlier writer publishes.
+        """Begin an attempt at the directory, and record its outcome when the context ends. Earlier
+        writers can no longer publish.
 
         Args:
             lease: lease of the directory, which this process holds.
-            state: what the directory held under the lease; without a manifest a new run begins.
-            facts: what else the manifest says.
-            key: key of the configuration that names the directory, for messages.
+            state: state of the directory, read under the lease; without a manifest a new run
+                begins.
+            facts: further entries of the manifest.
+            key: configuration key of the directory, for messages.
 
         Raises OutputLocked if another process has written the manifest since it was read,
         ConfigError if the directory cannot be written, StorageUnavailable if it cannot be written
@@ -202,7 +204,8 @@ class Run:
             self.record({"finished_at": now_text(), "outcome": outcome})
 
     def record(self, facts: Mapping[str, str]) -> None:
-        """Write facts of this attempt. Do nothing if the manifest is another attempt's or cannot be written."""
+        """Write facts about this attempt into the manifest. Ignored if the manifest is another
+        attempt's or cannot be written."""
         with suppress(JobError, OSError):
             state = Run.inspect(self.output, RunRecord)
             # Does not wait for the lease: the write is conditional.
@@ -246,7 +249,7 @@ class Run:
             )
 
     def append(self, name: str, data: bytes) -> bool:
-        """Create a part file, if this is the current attempt; return False, and leave it, if there is one of this name.
+        """Create a part file if this is the current attempt. Return False, and change nothing, if a file has this name.
 
         Raises as check_current does, and StorageUnavailable or ConfigError, which name the file, if
         it cannot be written for now or at all.
@@ -265,8 +268,9 @@ class Run:
             ) from None
 
     def replace(self, file: StoragePath, version: int | str, data: bytes | None) -> None:
-        """Replace a part file that has this version; None deletes it. Raises as check_current does,
-        and FencedError if it has another version.
+        """Replace a part file if it still has this version; None deletes it.
+
+        Raises as check_current does, and FencedError if the file has another version.
         """
         if data is None:
             self.check_current()
@@ -275,7 +279,7 @@ class Run:
             raise FencedError(f"{file} was rewritten by another driver")
 
     def remove_rows(self, file: StoragePath, ids: Digests, compression: str) -> None:
-        """Rewrite a part file without the rows of these ids, which are sorted. Raises as replace does."""
+        """Rewrite a part file without the rows of the given sorted ids. Raises as replace does."""
         version = file.stat().version
         rows = without_ids(file, ids)
         self.replace(file, version, parquet_bytes(rows, compression) if rows.num_rows else None)
@@ -288,7 +292,7 @@ class Run:
         written since. Raises as check_current does.
 
         Args:
-            record: name of the record, if it is in `output`.
+            record: name of the record file in `output`.
         """
         file = self.output / record if isinstance(record, str) else record
         written = None
@@ -302,9 +306,9 @@ class Run:
                 written = file.replace(data, version, self.check_current)
 
     def settle(self) -> None:
-        """Wait until no writer of a killed attempt can add a file, and delete what stale writers have left.
+        """Wait until no writer of a killed attempt can add a file, and delete the files of stale writers.
 
-        What is counted afterwards stays as it is.
+        Counts that are made afterwards stay true.
         """
         attempts = manifest_of(self.output)["attempts"]
         fenced = [
@@ -321,7 +325,8 @@ class Run:
         self.remove_stale_files()
 
     def commit(self, records: Mapping[str, bytes] | Mapping[StoragePath, bytes]) -> None:
-        """Publish records of what was counted after ``settle``, and then ``_SUCCESS``. Raises as check_current does."""
+        """Publish records of counts that were made after ``settle``, and then ``_SUCCESS``. Raises
+        as check_current does."""
         for name, data in records.items():
             self.publish(name, data)
         self.publish(SUCCESS, b"")
@@ -336,8 +341,8 @@ class Run:
 def begin_attempt(state: RunState, facts: Mapping[str, Any]) -> Run:
     """Write an attempt into the manifest, as Run.claim does. Raises OutputLocked, and OSError of the storage.
 
-    The manifest is the one write that decides. ``_SUCCESS`` goes after it. If either fails, the
-    manifest is as it was.
+    The write of the manifest decides. After it ``_SUCCESS`` is deleted. If either fails, the
+    manifest is unchanged.
     """
     output = state.output
     manifest = {**(state.manifest or new_manifest()), **facts}
@@ -381,7 +386,7 @@ def _put_back_on_error(file: StoragePath) -> Iterator[None]:
 
 
 def is_current(state: RunState) -> bool:
-    """Return whether ``_run.json`` is as it was when the state was read."""
+    """Return whether ``_run.json`` is unchanged since the state was read."""
     return version_of(state.output / RUN) == state.version
 
 
@@ -389,7 +394,7 @@ def new_manifest(attempt: int = 0) -> dict[str, Any]:
     """Return the manifest of a run before its first attempt.
 
     Args:
-        attempt: the last number that the directory has used.
+        attempt: last attempt number that was used in the directory.
     """
     return {
         "run_id": uuid4().hex[:12],
@@ -407,11 +412,11 @@ def write_manifest(state: RunState) -> None:
 
 
 def overwritten(output: StoragePath) -> tuple[RunState, list[StoragePath]]:
-    """Return the state from which a claim begins that overwrites what the directory holds, and the part files there.
+    """Return the state for a claim that overwrites the directory's run, and the part files that it will delete.
 
-    Nothing is deleted here. The claim's manifest names a new run, whose attempt numbers go on. From
-    then on the files are those of an overwritten run, which `stale_files` knows by their attempts,
-    or because the manifest names them. Raises OutputMismatch for files of other programs.
+    Nothing is deleted here. The claim's manifest names a new run, whose attempt numbers continue.
+    From then on `stale_files` recognises the old files by their attempts, or because the manifest
+    names them. Raises OutputMismatch for files of other programs.
     """
     version = version_of(output / RUN)
     try:
@@ -437,10 +442,10 @@ def _name_below(data: StoragePath, file: StoragePath) -> str:
 
 
 def stale_files(state: RunState) -> list[StoragePath]:
-    """Return the files of an overwritten run, also those that its writers published after it was overwritten.
+    """Return the files of an overwritten run, including those that its writers published afterwards.
 
-    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts, and
-    proves nothing.
+    Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts and
+    cannot be trusted.
     """
     output, record = state.output, state.record
     first = record["attempts"][0]["attempt"] if record["attempts"] else record["attempt"] + 1

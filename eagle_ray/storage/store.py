@@ -88,8 +88,8 @@ class FileVersion:
         changed_ns: ctime of a local file, which the system sets at each change of the content or
             the inode, and which no program can set; None elsewhere.
 
-    >>> FileVersion(12, 1700000000000000000).as_json()
-    {'size': 12, 'mtime_ns': 1700000000000000000}
+        >>> FileVersion(12, 1700000000000000000).as_json()
+        {'size': 12, 'mtime_ns': 1700000000000000000}
     """
 
     size: int
@@ -134,8 +134,8 @@ def glob_matches(pattern: list[str], name: list[str]) -> bool:
 
     ** is any number of parts; neither it nor * matches a hidden name.
 
-    >>> glob_matches(["**", "*.jsonl"], ["a", "b.jsonl"])
-    True
+        >>> glob_matches(["**", "*.jsonl"], ["a", "b.jsonl"])
+        True
     """
     if not pattern:
         return not name
