@@ -1,8 +1,8 @@
 """Embedders: from a configuration with `task: embed` to an engine that computes embeddings.
 
-    check_embedder(config.model, config.embedding)      # ConfigError if its files are not those of an embedder
-    bundle = build_embedder(config.model, args, threads=2)
-    bundle.engine.add(Sequence("a", bundle.text.encode("Paris").ids, params, pooling=PoolingState(64)))
+check_embedder(config.model, config.embedding)      # ConfigError if its files are not those of an embedder
+bundle = build_embedder(config.model, args, threads=2)
+bundle.engine.add(Sequence("a", bundle.text.encode("Paris").ids, params, pooling=PoolingState(64)))
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The requested sizes of an engine (EngineArgs), and the numbers that its memory depends on besides weights.
 
-    args = EngineArgs(slots=4, max_model_len=8192, kv_tokens=None)
-    lengths = SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed)
-    sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True)
-    lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
+args = EngineArgs(slots=4, max_model_len=8192, kv_tokens=None)
+lengths = SequenceLengths.of(speculative, vocab_size, args.max_model_len, args.guaranteed)
+sizes = EngineSizes.of(target_config, drafts, speculative, itemsize=2, on_gpu=True)
+lengths.full * sizes.per_token          # bytes of a slot that can hold any sequence
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Load a target and its draft, and prepare the device that they run on.
 
-    causal_lm = load_target(config.model, args)
-    weights = load_draft(config.model, config.speculative, causal_lm)
+causal_lm = load_target(config.model, args)
+weights = load_draft(config.model, config.speculative, causal_lm)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bytes that a model's stored weights take in memory, by the headers of its files: no weight is read.
 
-    target_bytes_of(directory, config, torch.bfloat16, "cuda", model)
-    loaded_bytes(draft_directory, torch.bfloat16)
+target_bytes_of(directory, config, torch.bfloat16, "cuda", model)
+loaded_bytes(draft_directory, torch.bfloat16)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Read TargetFacts from a target's files: its names, its base models and its shapes, to find heads in the catalogue.
 
-    facts_in("hermes-3", Path("/models/hermes-3"))
-    # TargetFacts(name='hermes-3', ids=(..., 'models/hermes-3'), base_models=('meta-llama/Llama-3.1-8B',), ...)
+facts_in("hermes-3", Path("/models/hermes-3"))
+# TargetFacts(name='hermes-3', ids=(..., 'models/hermes-3'), base_models=('meta-llama/Llama-3.1-8B',), ...)
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """check_head: identify the head in a directory, and tell whether it fits a target. Weights are not read.
 
-    report = check_head(Path("head"), None)
-    print(report.text())
-    # kind      an EAGLE-3 head, for method eagle3
-    # ...
-    report.problem       # None, or why it cannot be used
+report = check_head(Path("head"), None)
+print(report.text())
+# kind      an EAGLE-3 head, for method eagle3
+# ...
+report.problem       # None, or why it cannot be used
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """validate of a job of another engine: what a run would send, what it would refuse, and one real row.
 
-    print(validate_engine(config))      # input    96 rows in 1 file ...
+print(validate_engine(config))      # input    96 rows in 1 file ...
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Configuration of `eagle-ray train`: its keys and their defaults, which are those of the published recipes.
 
-    >>> from eagle_ray.config import load_train_config
-    >>> load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"]).head.method
-    'eagle2'
+>>> from eagle_ray.config import load_train_config
+>>> load_train_config(None, sets=["data.path=chats.jsonl", "output.path=runs/head"]).head.method
+'eagle2'
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Check that a configuration fits its `task`: keys of generated text are refused for embeddings, and the reverse.
 
-    for_task(load_config(None, sets=["task=embed", "sampling.top_k=4", ...]))
-    # ConfigError: sampling.top_k: it is for generated text, and task is embed. Leave it out
+for_task(load_config(None, sets=["task=embed", "sampling.top_k=4", ...]))
+# ConfigError: sampling.top_k: it is for generated text, and task is embed. Leave it out
 """
 
 from __future__ import annotations

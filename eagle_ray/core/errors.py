@@ -126,8 +126,8 @@ def first_line_of(error: BaseException) -> str:
 def wide_encoding(start: bytes) -> str | None:
     """Return UTF-16 or UTF-32 if a text file with these first bytes is written so, with or without a byte order mark.
 
-        >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
-        ('UTF-16', None)
+    >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
+    ('UTF-16', None)
     """
     codec = json.detect_encoding(start)
     name = codec[:6].upper()

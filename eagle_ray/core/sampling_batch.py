@@ -1,7 +1,7 @@
 """SamplingBatch: the sampling parameters of a batch as tensors, gathered from a SamplingTable of the slots.
 
-    >>> SamplingBatch.of([SamplingSettings(temperature=0.8, seed=7)]).any_sampled
-    True
+>>> SamplingBatch.of([SamplingSettings(temperature=0.8, seed=7)]).any_sampled
+True
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seeds as integers: splitmix64's finaliser, and the seed of one of several samples.
 
-    >>> sample_seed(7, sample_index=0)
-    7
+>>> sample_seed(7, sample_index=0)
+7
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """TreeBounds: how large a sequence's draft tree may become.
 
-    >>> bounds = TreeBounds(max_nodes=60, max_depth=6, top_k=10)
-    >>> bounds.num_nodes, bounds.num_candidates
-    (61, 511)
+>>> bounds = TreeBounds(max_nodes=60, max_depth=6, top_k=10)
+>>> bounds.num_nodes, bounds.num_candidates
+(61, 511)
 """
 
 from __future__ import annotations

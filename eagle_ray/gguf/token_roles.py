@@ -1,7 +1,7 @@
 """Read the roles of a GGUF file's tokens: special, end of an answer, never split.
 
-    end_ids(file.metadata)        # [128001, 128009]: the tokens that end an answer
-    special_ids(file.metadata)    # the control tokens
+end_ids(file.metadata)        # [128001, 128009]: the tokens that end an answer
+special_ids(file.metadata)    # the control tokens
 """
 
 from __future__ import annotations

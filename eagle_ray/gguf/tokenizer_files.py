@@ -1,7 +1,7 @@
 """Write the tokenizer of a GGUF file in transformers' layout.
 
-    tokenizer_json(file.metadata)                     # the content of tokenizer.json
-    tokenizer_config(file.metadata, max_length)       # the content of tokenizer_config.json
+tokenizer_json(file.metadata)                     # the content of tokenizer.json
+tokenizer_config(file.metadata, max_length)       # the content of tokenizer_config.json
 """
 
 from __future__ import annotations

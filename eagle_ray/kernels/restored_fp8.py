@@ -1,6 +1,6 @@
 """Restore FP8 weights to 16 bits in one launch, for products of many rows.
 
-    weight = restored_fp8(values, scale, (128, 128), torch.bfloat16)
+weight = restored_fp8(values, scale, (128, 128), torch.bfloat16)
 """
 
 from __future__ import annotations

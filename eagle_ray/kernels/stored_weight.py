@@ -1,14 +1,14 @@
 """StoredWeight and ProductCut: a weight's stored form on a GPU, and how a product of few rows splits it over programs.
 
-    weight = StoredWeight.fp8(values, scale, (128, 128))
-    ProductCut.of(weight)                  # tiles and parts, by the weight's shape and form alone
+weight = StoredWeight.fp8(values, scale, (128, 128))
+ProductCut.of(weight)                  # tiles and parts, by the weight's shape and form alone
 
-    form    numbers                               scales
-    dense   [O, I] in the rows' dtype             none
-    fp8     [O, I] in FP8                         one of each block of outputs and inputs, such as
-                                                  1 x I, O x I and 128 x 128
-    int4    words of models/gpu_linears           [G, O, 2] scale and zero of each group of inputs:
-            .tile_packed                          (code - 8) * scale + zero
+form    numbers                               scales
+dense   [O, I] in the rows' dtype             none
+fp8     [O, I] in FP8                         one of each block of outputs and inputs, such as
+                                              1 x I, O x I and 128 x 128
+int4    words of models/gpu_linears           [G, O, 2] scale and zero of each group of inputs:
+        .tile_packed                          (code - 8) * scale + zero
 """
 
 from __future__ import annotations

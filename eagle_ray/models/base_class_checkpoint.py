@@ -1,6 +1,6 @@
 """Quantised checkpoints of a family's base class, such as Qwen3Model, by the names of its causal LM.
 
-    with_prefix(checkpoint).projection("model.layers.0.mlp.up_proj")       # stored as layers.0.mlp.up_proj
+with_prefix(checkpoint).projection("model.layers.0.mlp.up_proj")       # stored as layers.0.mlp.up_proj
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fp8BlockWeight: an 8-bit float weight with a scale per block, as Qwen3, GLM and DeepSeek publish them.
 
-    weight = Fp8BlockWeight(values, scale, (128, 128))
-    weight.dequantize()                       # in fp32
-    part_of_blocks(weight, part)              # one rank's part
+weight = Fp8BlockWeight(values, scale, (128, 128))
+weight.dequantize()                       # in fp32
+part_of_blocks(weight, part)              # one rank's part
 """
 
 from __future__ import annotations

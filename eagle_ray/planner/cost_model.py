@@ -1,6 +1,9 @@
 """StepCosts: predict the seconds of a step's parts (draft, verify, overhead) from their numbers of rows.
 
-Costs are measured before the first request (`engine/calibrate.py`) and corrected by every step. A machine that slows down is slower at all sizes. So most of a deviation corrects the whole curve, and a small part only the size that was run. Without that rule, a few slow passes at the start once kept drafts off for a whole job.
+Costs are measured before the first request (`engine/calibrate.py`) and corrected by every step. A
+machine that slows down is slower at all sizes. So most of a deviation corrects the whole curve, and
+a small part only the size that was run. Without that rule, a few slow passes at the start once kept
+drafts off for a whole job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An endpoint of OpenAI's protocol: its key, its list of models, and which dialect it has.
 
-    facts = look_at(config.engine, read_key(config.engine))
-    facts.dialect        # "vllm"
+facts = look_at(config.engine, read_key(config.engine))
+facts.dialect        # "vllm"
 """
 
 from __future__ import annotations

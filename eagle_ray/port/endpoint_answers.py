@@ -1,7 +1,7 @@
 """What an endpoint's answer says: columns of an output row, or what went wrong and whether it may pass.
 
-    read_answer(200, {"choices": [...], "usage": {...}})     # Answered(columns={"text": "Paris.", ...}, usage=...)
-    read_answer(429, {"error": {"code": "insufficient_quota"}})     # raises Failed("insufficient_quota", ...)
+read_answer(200, {"choices": [...], "usage": {...}})     # Answered(columns={"text": "Paris.", ...}, usage=...)
+read_answer(429, {"error": {"code": "insufficient_quota"}})     # raises Failed("insufficient_quota", ...)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of another engine before a job starts: nothing that is paid for is sent.
 
-    target = check_engine(config, row_settings=["top_k"])
-    target.dialect       # "vllm"
+target = check_engine(config, row_settings=["top_k"])
+target.dialect       # "vllm"
 """
 
 from __future__ import annotations

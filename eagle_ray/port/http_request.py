@@ -1,8 +1,8 @@
 """HttpRequest: what is sent to an endpoint for a row, and how its answer is read.
 
-    http_request = sample_request(request, config, target.dialect, index=0)
-    http_request.url("http://127.0.0.1:8000/v1")     # "http://127.0.0.1:8000/v1/chat/completions"
-    answered = http_request.read(200, content, headers, time.time())
+http_request = sample_request(request, config, target.dialect, index=0)
+http_request.url("http://127.0.0.1:8000/v1")     # "http://127.0.0.1:8000/v1/chat/completions"
+answered = http_request.read(200, content, headers, time.time())
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HttpRows: output rows of an endpoint's answers, and the columns that jobs of other engines have besides.
 
-    output_schema(ENGINE_FIELDS)
-    rows.of(request, sample_index=0, columns=answered.columns)
+output_schema(ENGINE_FIELDS)
+rows.of(request, sample_index=0, columns=answered.columns)
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Target: where requests are sent, and the key that goes with them.
 
-    Target(("https://api.example.com/v1",), "openai", ApiKey("..."))
+Target(("https://api.example.com/v1",), "openai", ApiKey("..."))
 """
 
 from __future__ import annotations

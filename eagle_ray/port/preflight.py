@@ -1,7 +1,7 @@
 """One real row before a job: what an endpoint's answer has, and what it lacks.
 
-    preflight(request, config, target)
-    # ["answer   12 output tokens of 3 prompt tokens, finish_reason stop", "returned usage, system_fingerprint", ...]
+preflight(request, config, target)
+# ["answer   12 output tokens of 3 prompt tokens, finish_reason stop", "returned usage, system_fingerprint", ...]
 """
 
 from __future__ import annotations

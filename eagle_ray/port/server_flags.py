@@ -1,7 +1,7 @@
 """Flags of another engine's server: those that its own help lists, for a check before it is started.
 
-    unknown_flags(["vllm", "serve"], "vllm", ["max-model-len", "tensor-paralel-size"])
-    # ["engine.serve_args: vllm serve has no --tensor-paralel-size. Did you mean --tensor-parallel-size?"]
+unknown_flags(["vllm", "serve"], "vllm", ["max-model-len", "tensor-paralel-size"])
+# ["engine.serve_args: vllm serve has no --tensor-paralel-size. Did you mean --tensor-parallel-size?"]
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The places that a run can be published to.
 
-    destination_of("hf://datasets/org/name")           # a dataset of the Hugging Face hub
-    destination_of("delta:runs/answers")               # a Delta table, local or s3://
-    destination_of("iceberg:prod/lab.answers")         # a table of a catalog of PyIceberg's configuration
+destination_of("hf://datasets/org/name")           # a dataset of the Hugging Face hub
+destination_of("delta:runs/answers")               # a Delta table, local or s3://
+destination_of("iceberg:prod/lab.answers")         # a table of a catalog of PyIceberg's configuration
 """
 
 from __future__ import annotations

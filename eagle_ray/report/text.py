@@ -1,9 +1,9 @@
 """Plain text of tables and numbers, for terminals, files and job logs.
 
-    >>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
-    task  rows
-    code     4
-    math    12
+>>> print(render(["task", "rows"], [["code", "4"], ["math", "12"]]))
+task  rows
+code     4
+math    12
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ class PictureNode:
 def tree_picture(nodes: Sequence[PictureNode]) -> str:
     """Return the verified nodes as a tree, siblings in the given order, and a line for the others.
 
-        >>> nodes = [PictureNode("Paris", -1, 1.0, True, True), PictureNode(" is", 0, 0.9, True, True),
-        ...          PictureNode(",", 0, 0.1, True, False), PictureNode(" the", 1, 0.7, True, True)]
-        >>> print(tree_picture(nodes))
-        "Paris"
-        ├── " is" 0.90 *
-        │   └── " the" 0.70 *
-        └── "," 0.10
+    >>> nodes = [PictureNode("Paris", -1, 1.0, True, True), PictureNode(" is", 0, 0.9, True, True),
+    ...          PictureNode(",", 0, 0.1, True, False), PictureNode(" the", 1, 0.7, True, True)]
+    >>> print(tree_picture(nodes))
+    "Paris"
+    ├── " is" 0.90 *
+    │   └── " the" 0.70 *
+    └── "," 0.10
     """
     children: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):

@@ -1,8 +1,8 @@
 """Outlook: what is foreseen of a run, from what its workers report each minute.
 
-    outlook = Outlook(max_tokens=4096)
-    outlook.observe(Observation(now, tokens, worker_s, classes, slots=64))
-    outlook.seconds_left(workers=4)      # Seconds(expected=5210.0, likely=5480.0, sure=5770.0)
+outlook = Outlook(max_tokens=4096)
+outlook.observe(Observation(now, tokens, worker_s, classes, slots=64))
+outlook.seconds_left(workers=4)      # Seconds(expected=5210.0, likely=5480.0, sure=5770.0)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The work that a run has left, in tokens and in seconds of one worker, with its uncertainty.
 
-    tokens = tokens_left({"math": ClassLeft(counts, waiting=500)}, max_tokens=4096)
-    work = work_left(tokens, speed)
-    work.expected, work.quantile(0.8)      # seconds of one worker
+tokens = tokens_left({"math": ClassLeft(counts, waiting=500)}, max_tokens=4096)
+work = work_left(tokens, speed)
+work.expected, work.quantile(0.8)      # seconds of one worker
 """
 
 from __future__ import annotations

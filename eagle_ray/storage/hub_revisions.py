@@ -1,8 +1,8 @@
 """Commits that the revisions in hf:// paths mean: a branch moves, and a run reads one commit of it.
 
-    >>> known = {"hf://datasets/org/name@main": "5f0c2a91"}
-    >>> fixed_revisions(["hf://datasets/org/name@main/data/*.parquet", "b.jsonl"], known)
-    (['hf://datasets/org/name@5f0c2a91/data/*.parquet', 'b.jsonl'], {'hf://datasets/org/name@main': '5f0c2a91'})
+>>> known = {"hf://datasets/org/name@main": "5f0c2a91"}
+>>> fixed_revisions(["hf://datasets/org/name@main/data/*.parquet", "b.jsonl"], known)
+(['hf://datasets/org/name@5f0c2a91/data/*.parquet', 'b.jsonl'], {'hf://datasets/org/name@main': '5f0c2a91'})
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """JobEngine: the engine of a job's actors (ours or an endpoint), its number of workers, and why it ended early.
 
-    engine = JobEngine.start(claimed, num_rows=480)
-    engine.actor_arguments(progress)
-    engine.check_ended()       # raises EndpointRefused, EndpointGone or BoundReached
+engine = JobEngine.start(claimed, num_rows=480)
+engine.actor_arguments(progress)
+engine.check_ended()       # raises EndpointRefused, EndpointGone or BoundReached
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watch a run while it answers rows: stop it at its limits and bounds, and resize its fleet.
 
-    with fleet_of(claimed, elastic_plan) as fleet:      # None unless workers come and go
-        with watched(claimed, missing, workers, progress, max_starts, fleet):
-            write_dataset(...)
+with fleet_of(claimed, elastic_plan) as fleet:      # None unless workers come and go
+    with watched(claimed, missing, workers, progress, max_starts, fleet):
+        write_dataset(...)
 """
 
 from __future__ import annotations

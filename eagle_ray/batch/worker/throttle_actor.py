@@ -1,7 +1,7 @@
 """ThrottleActor: the throttle of all workers of a job, as a small Ray actor.
 
-    handle = start_throttle(ThrottleSettings(concurrency=8))
-    permit = await RemoteThrottle(handle).acquire(Demand(tokens=300))
+handle = start_throttle(ThrottleSettings(concurrency=8))
+permit = await RemoteThrottle(handle).acquire(Demand(tokens=300))
 """
 
 from __future__ import annotations
