@@ -30,7 +30,7 @@ BY_TENSORS = "the tensors say it"
 OF_ROPE = """
     rope_type type rope_theta factor low_freq_factor high_freq_factor
     original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim
-    truncate partial_rotary_factor mrope_section mrope_interleaved
+    truncate partial_rotary_factor
     """
 ROPE_KEYS = frozenset(OF_ROPE.split())
 
@@ -59,6 +59,9 @@ HARMLESS = {
         attention_dropout hidden_dropout classifier_dropout embed_requires_grad ttt_length ttt_steps
         step_loss_decay loss_decay_gamma loss_type confidence_head_alpha num_anchors max_anchors
         num_depths gradient_checkpointing
+        """,
+    "a text has one position on all three axes": """
+        mrope_section mrope_interleaved
         """,
     "it names the head's maker or its target": """
         speculators_config speculators_version target_model_type target_model_name_or_path
@@ -125,6 +128,19 @@ class KnownKeys:
     harmless: Mapping[str, str]
     neutral: Mapping[str, tuple[Any, ...]]
     tensors: Mapping[str, str]
+
+    def with_idle(self, idle: Mapping[str, str]) -> KnownKeys:
+        """Return the keys of a head in which some have no effect, although its layout uses them.
+
+        Args:
+            idle: these keys, with the reason.
+        """
+        return replace(
+            self,
+            used=self.used - idle.keys(),
+            sections={name: keys - idle.keys() for name, keys in self.sections.items()},
+            harmless={**self.harmless, **idle},
+        )
 
 
 @dataclass(frozen=True, slots=True)

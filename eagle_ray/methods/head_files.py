@@ -61,6 +61,7 @@ ROPES = {  # required keys of each rope_type
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers")
 DEFAULT_NORM_EPS = 1e-6  # of configs without rms_norm_eps
 KEYS_FROM_TARGET = (
     "hidden_size",
@@ -595,6 +596,28 @@ def windows_of(raw: Mapping[str, Any], count: int) -> list[int | None]:
     if SLIDING in types and not is_count(window):
         raise ValueError(f"its sliding_window is {window!r}; {SLIDING} needs 1 or more")
     return [window if kind == SLIDING else None for kind in types]
+
+
+def idle_layer_keys(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys of windows and rotations that change nothing in a head, with the reason.
+
+    Raises ValueError as head_rope does.
+    """
+    rope = head_rope(raw)
+    idle = _idle_window_keys(raw)
+    if rope["rope_type"] != "yarn" or "original_max_position_embeddings" in rope:
+        idle["max_position_embeddings"] = "rotations do not depend on it"
+    if rope["rope_type"] == "dynamic":
+        idle["factor"] = "a target's positions end where dynamic scaling begins"
+    return idle
+
+
+def _idle_window_keys(raw: Mapping[str, Any]) -> dict[str, str]:
+    types: Any = raw.get("layer_types")
+    has_types = isinstance(types, list)
+    idle = {"max_window_layers": "layer_types says which layers have a window"} if has_types else {}
+    has_window = SLIDING in types if has_types else bool(raw.get("use_sliding_window"))
+    return idle if has_window else {**dict.fromkeys(WINDOW_KEYS, "no layer has a window"), **idle}
 
 
 def check_equal(key: str, number: int, target_key: str, target: PretrainedConfig) -> None:

@@ -220,6 +220,18 @@ def config_without(*names: str) -> dict:
         (domino_config(emb_dim=None), "emb_dim is None"),
         (domino_config(pure_draft_prefix_len=-1), "pure_draft_prefix_len is -1"),
         (changed_config(rope_parameters={"rope_type": "spiral"}), "spiral"),
+        (
+            zlab_config() | {"mask_token_id": 5},
+            "mask_token_id is 5 at the top level and 90 in dflash_config",
+        ),
+        (
+            speculators_config() | {"head_dim": 4},
+            "head_dim is 4 at the top level and 8 in transformer_layer_config",
+        ),
+        (
+            zlab_config() | {"aux_hidden_state_layer_ids": [0]},
+            "aux_hidden_state_layer_ids and its target_layer_ids name different layers",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_key(tmp_path, config, named):

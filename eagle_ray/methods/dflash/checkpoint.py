@@ -88,6 +88,7 @@ from eagle_ray.methods.head_files import (
     check_tensors,
     first_few,
     head_rope,
+    idle_layer_keys,
     is_a_number,
     is_count,
     is_dflash,
@@ -140,6 +141,9 @@ MARKOV_KEYS = ("markov_rank", "markov_head_type", *CONFIDENCE)
 SELECTOR_KEYS = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 DOMINO_KEYS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len", "shift_label")
 KEYS_OF = {DSPARK: MARKOV_KEYS, DFLASH2: SELECTOR_KEYS, DOMINO: DOMINO_KEYS}
+OUTPUT_IDS = "target_layer_ids"
+# Keys that name the layers that are read, with what has to be added to an id.
+LAYER_IDS = {"aux_hidden_state_layer_ids": 0, OUTPUT_IDS: 1}
 # With the value that asks for nothing.
 UNREAD = {
     "output_multiplier": 1,
@@ -256,7 +260,7 @@ def dflash_contents(
         kind = DFLASH
     return contents_of(
         DRAFT_HEAD if kind == DFLASH else f"{DRAFT_HEAD} ({kind})",
-        _known(kind, has_lm_head="lm_head.weight" in shapes),
+        _known(kind, has_lm_head="lm_head.weight" in shapes).with_idle(_idle_keys(raw)),
         raw,
         {name: name for name in shapes},
         make=lambda: _make_head(raw, shapes, target),
@@ -274,6 +278,21 @@ def _known(kind: str, has_lm_head: bool = True) -> KnownKeys:
         {"mlp_bias": (False,)},
         TIED_TO_TARGET if has_lm_head else {**TIED_TO_TARGET, **WITHOUT_LM_HEAD},
     )
+
+
+def _idle_keys(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that change nothing in this head, with the reason."""
+    try:
+        layers, own = _sections(raw)
+        path = path_of(raw)
+        idle = idle_layer_keys(layers)
+    except ValueError:
+        return {}
+    if CONFIDENCE[0] in own:
+        idle["confidence_head_alpha"] = f"{CONFIDENCE[0]} says it"
+    if not path.has_confidence:
+        idle[CONFIDENCE[1]] = "it is of a confidence head, and the head has none"
+    return idle
 
 
 def kind_of(raw: Mapping[str, Any]) -> str:
@@ -405,15 +424,27 @@ def _optional(head: DFlashHead) -> set[str]:
 
 
 def _sections(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the keys of config.json about layers, and those about the head, without nulls."""
-    sections = []
-    for key in ("transformer_layer_config", "dflash_config"):
-        section = raw.get(key)
-        if not isinstance(section, dict | None):
-            raise ValueError(f"its config.json has a {key} that is no section")
-        sections.append(without_nulls(section or {}))
+    """Return the keys of config.json about layers, and those about the head, without nulls.
+
+    Raises ValueError if one of them has two values.
+    """
     top = without_nulls(raw)
-    return {**top, **sections[0]}, {**top, **sections[1]}
+    sections = []
+    for name, keys in (
+        ("transformer_layer_config", LAYER_KEYS_OF_DFLASH),
+        ("dflash_config", OF_HEAD),
+    ):
+        section = raw.get(name)
+        if not isinstance(section, dict | None):
+            raise ValueError(f"its config.json has a {name} that is no section")
+        own = without_nulls(section or {})
+        for key in keys:
+            if key in own and key in top and own[key] != top[key]:
+                raise ValueError(
+                    f"its {key} is {top[key]!r} at the top level and {own[key]!r} in {name}"
+                )
+        sections.append({**top, **own})
+    return sections[0], sections[1]
 
 
 def _check_target(
@@ -492,18 +523,24 @@ def _feature_layers(
     Args:
         first: the least of target_layer_ids; -1 is the embedding's output.
     """
-    if "aux_hidden_state_layer_ids" in own:
-        key = "aux_hidden_state_layer_ids"
-        offset = 0
-        ids = own["aux_hidden_state_layer_ids"]
-    elif "target_layer_ids" in own:
-        key = "target_layer_ids"
-        offset = 1
-        ids = own["target_layer_ids"]
-    else:
-        key = "target_layer_ids"
-        offset = 1
-        ids = spread_layers(num_layers, layers["num_hidden_layers"])
+    spread = spread_layers(num_layers, layers["num_hidden_layers"])
+    given = {key: offset for key, offset in LAYER_IDS.items() if key in own}
+    read = {
+        _inputs_of(key, own.get(key, spread), offset, num_layers, first)
+        for key, offset in (given or {OUTPUT_IDS: 1}).items()
+    }
+    if len(read) > 1:
+        raise ValueError(f"its {' and its '.join(given)} name different layers of the target")
+    return read.pop()
+
+
+def _inputs_of(key: str, ids: Any, offset: int, num_layers: int, first: int) -> tuple[int, ...]:
+    """Return the layers whose inputs these ids name. Raises ValueError if they are no layers that can be read.
+
+    Args:
+        offset: 1 if an id names the layer that outputs what is read, 0 if the layer that reads it.
+        first: the least of target_layer_ids.
+    """
     whole = isinstance(ids, list) and all(
         isinstance(i, int) and not isinstance(i, bool) for i in ids
     )

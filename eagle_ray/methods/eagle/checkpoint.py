@@ -71,6 +71,7 @@ from eagle_ray.methods.head_files import (
     check_tensors,
     first_few,
     head_rope,
+    idle_layer_keys,
     is_dflash,
     load_into,
     norm_eps,
@@ -89,7 +90,7 @@ from eagle_ray.parallel.rank_group import RankGroup
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
-EAGLE, EAGLE_3 = "an EAGLE-1/2 head", "an EAGLE-3 head"
+EAGLE, EAGLE_3, P_EAGLE = "an EAGLE-1/2 head", "an EAGLE-3 head", "a P-EAGLE head"
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d", "mask_hidden")
 # EAGLE-3.1's switches, and the keys that set each, at the top level or under eagle_config.
 EAGLE_SWITCHES = {
@@ -281,8 +282,10 @@ def eagle_contents(
     """Sort the keys and tensors of an EAGLE head into used, harmless and unknown, and say why it
     does not load, if so."""
     own = normalize_names({name: name for name in shapes})
+    kind, known = _known(shapes)
     return contents_of(
-        *_known(shapes),
+        P_EAGLE if kind == EAGLE_3 and is_peagle(raw, shapes) else kind,
+        known.with_idle(_idle_keys(raw)),
         raw,
         {**{name: name for name in shapes}, **{name: mine for mine, name in own.items()}},
         make=lambda: _make_head(raw, shapes, target),
@@ -293,6 +296,19 @@ def eagle_contents(
 def _known(shapes: Mapping[str, Shape]) -> tuple[str, KnownKeys]:
     """Return the kind of head that the tensors belong to, and its known keys and tensors."""
     return (EAGLE_3, KNOWN_3) if is_eagle3(shapes) else (EAGLE, KNOWN_EAGLE_KEYS)
+
+
+def _idle_keys(raw: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys that change nothing in this head, with the reason."""
+    try:
+        own = _flatten(raw)
+        says_layers = _says_layers(own)
+        idle = idle_layer_keys(own)
+    except ValueError:
+        return {}
+    if not says_layers:
+        idle["num_hidden_layers"] = "the target's number in this layout; the tensors say the head's"
+    return idle
 
 
 def is_eagle3(names: Collection[str]) -> bool:
@@ -485,11 +501,12 @@ def _check_truncated(raw: Mapping[str, Any], draft_vocab_size: int) -> None:
 
 def is_peagle(raw: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether config.json and tensor names are those of a P-EAGLE head."""
-    classes = map(str, raw.get("architectures") or [])
+    classes = raw.get("architectures")
+    named = map(str, classes) if isinstance(classes, list) else ()
     return (
         MASK_HIDDEN in names
         or raw.get(SPECULATORS) == "peagle"
-        or any(name.lower().startswith("peagle") for name in classes)
+        or any(name.lower().startswith("peagle") for name in named)
     )
 
 
@@ -525,12 +542,16 @@ def _further_layers(raw: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list
     while f"layers.{len(further) + 1}.self_attn.q_proj.weight" in shapes:
         further.append(f"layers.{len(further) + 1}.hidden_norm.weight" in shapes)
     num_layers = raw.get("num_hidden_layers")
-    says_truly = SPECULATORS in raw or {*DEEP_ARCHITECTURES} & {*map(str, _classes(raw))}
-    if says_truly and num_layers is not None and num_layers != 1 + len(further):
+    if _says_layers(raw) and num_layers is not None and num_layers != 1 + len(further):
         raise ValueError(
             f"its num_hidden_layers is {num_layers}, and it has tensors of {1 + len(further)} layers"
         )
     return further
+
+
+def _says_layers(raw: Mapping[str, Any]) -> bool:
+    """Return whether num_hidden_layers is the head's, not its target's."""
+    return SPECULATORS in raw or bool({*DEEP_ARCHITECTURES} & {*map(str, _classes(raw))})
 
 
 def _classes(raw: Mapping[str, Any]) -> list[Any]:
