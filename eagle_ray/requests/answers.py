@@ -45,7 +45,7 @@ from eagle_ray.requests.answer_models import (
     TokenTotals,
     Usage,
 )
-from eagle_ray.requests.responses import stored_response
+from eagle_ray.requests.response_answers import stored_response
 from eagle_ray.requests.score_columns import DOCUMENT_SCORE_COLUMNS, SCORE_COLUMNS
 from eagle_ray.requests.values import Json
 

@@ -29,7 +29,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import Json, TokenUsage, scores_form
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
 from eagle_ray.requests.parameters import CHAT, FORMS
-from eagle_ray.requests.responses import ResponseObject
+from eagle_ray.requests.response_answers import ResponseObject
 from eagle_ray.requests.scored_prompts import scored_choices
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker, begins_with_choice

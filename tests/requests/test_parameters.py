@@ -39,7 +39,7 @@ OTHER_LISTS = {
     "port/dialects.py": "other engines' spelling of each parameter, held to the table by a test",
     "port/prompt_scores.py": "other engines' spelling of a prompt's log-probabilities",
     "requests/request_rows.py": "columns of an output row",
-    "requests/responses.py": "keys of a response",
+    "requests/response_answers.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "text/structured.py": "vLLM's names",
     "sampling/grammar.py": "kinds of grammars",
