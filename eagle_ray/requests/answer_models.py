@@ -205,24 +205,25 @@ class Delta(TypedDict):
     tool_calls: NotRequired[list[DeltaCall]]
 
 
-class ChatChunkChoice(ChoiceScores):
+class ChunkDetails(ChoiceScores, total=False):
+    token_ids: list[int]
+    steps: list[Step]
+
+
+class ChatChunkChoice(ChunkDetails):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
-    token_ids: NotRequired[list[int]]
-    steps: NotRequired[list[Step]]
 
 
-class TextChunkChoice(ChoiceScores):
+class TextChunkChoice(ChunkDetails):
     """finish_reason is null before the last chunk, and "length" there for OpenAI's own client libraries."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Finish | None
-    token_ids: NotRequired[list[int]]
-    steps: NotRequired[list[Step]]
 
 
 class _Chunk(_Made):
@@ -242,6 +243,9 @@ class TextChunk(_Chunk):
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
+
+
+Chunk = ChatChunk | TextChunk
 
 
 class OutputText(TypedDict):
@@ -283,6 +287,9 @@ class FunctionCallItem(TypedDict):
     arguments: str
 
 
+OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+
+
 class InputDetails(TypedDict):
     cached_tokens: int
     cache_write_tokens: int
@@ -317,7 +324,7 @@ class ResponseBody(ChoiceScores):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[MessageItem | ReasoningItem | FunctionCallItem]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, None]
@@ -339,6 +346,152 @@ class ResponseEvent(TypedDict):
     type: str
     sequence_number: int
     response: NotRequired[ResponseBody]
+
+
+class _Event(TypedDict):
+    """An event before it is sent, which gives it its number."""
+
+    sequence_number: NotRequired[int]
+
+
+class WholeEvent(_Event):
+    """The response as it begins or ends."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete"
+    ]
+    response: ResponseBody
+
+
+class ItemEvent(_Event):
+    """The beginning or the end of an item."""
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: OutputItem
+
+
+class PartPlace(TypedDict):
+    """The place of a text."""
+
+    item_id: str
+    output_index: int
+    content_index: int
+
+
+class PartEvent(_Event, PartPlace):
+    """The beginning or the end of a text."""
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    part: OutputText | ReasoningText
+
+
+class TextDeltaEvent(_Event, PartPlace):
+    type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
+    delta: str
+    logprobs: NotRequired[list[ChatPlace]]
+
+
+class TextDoneEvent(_Event, PartPlace):
+    type: Literal["response.output_text.done", "response.reasoning_text.done"]
+    text: str
+    logprobs: NotRequired[list[ChatPlace]]
+
+
+class ArgumentsDeltaEvent(_Event):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+    item_id: str
+    output_index: int
+
+
+class ArgumentsDoneEvent(_Event):
+    type: Literal["response.function_call_arguments.done"]
+    output_index: int
+    name: str
+    arguments: str
+    item_id: str
+
+
+class ErrorEvent(_Event):
+    """The last event of a stream that fails after it began."""
+
+    type: Literal["error"]
+    code: str | None
+    message: str
+    param: str | None
+
+
+StreamEvent = (
+    WholeEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+    | ErrorEvent
+)
+
+
+class StoredResponse(ChoiceScores):
+    """The response of a batch's line. What the request asked for and a run does not store is empty or null."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["completed", "incomplete"]
+    error: None
+    incomplete_details: IncompleteDetails | None
+    instructions: None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    temperature: None
+    tool_choice: str
+    tools: list[dict[str, Any]]
+    top_p: None
+    usage: ResponseUsage
+
+
+class _StoredAnswer(_Made):
+    usage: TokenTotals
+    system_fingerprint: str
+
+
+class StoredChat(_StoredAnswer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class StoredText(_StoredAnswer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class LineResponse(TypedDict):
+    status_code: int
+    request_id: str
+    body: StoredChat | StoredText | StoredResponse | Embeddings | Refusal
+
+
+class LineFailure(TypedDict):
+    code: str
+    message: str
+
+
+class LineHead(TypedDict):
+    id: str
+    custom_id: str
+
+
+class OutputLine(LineHead):
+    """A line of the file of a batch's answers. It has a response or an error."""
+
+    response: LineResponse | None
+    error: LineFailure | None
 
 
 class Model(TypedDict):

@@ -35,11 +35,19 @@ from eagle_ray.requests.answer_models import (
     ChatLogprobs,
     ChatPlace,
     ChoiceScores,
+    Embeddings,
     Finish,
+    LineHead,
+    LineResponse,
     MessageCall,
     Metrics,
+    OutputLine,
+    Refusal,
     ResponseUsage,
     ShownIds,
+    StoredChat,
+    StoredResponse,
+    StoredText,
     TextChoice,
     TextLogprobs,
     TokenTotals,
@@ -118,7 +126,7 @@ class TokenUsage(NamedTuple):
     reasoning: int = 0
 
     @classmethod
-    def of_body(cls, body: Json) -> TokenUsage:
+    def of_body(cls, body: Mapping[str, Any]) -> TokenUsage:
         """Return the usage in a response's body, by the names of its endpoint."""
         usage = body.get("usage") or {}
         is_chat = "prompt_tokens" in usage
@@ -253,7 +261,7 @@ def metrics_of(stats: AcceptanceStats) -> Metrics:
     }
 
 
-def output_line(rows: list[Row], decode_token: TokenDecoder) -> Json:
+def output_line(rows: list[Row], decode_token: TokenDecoder) -> OutputLine:
     """Return the line of one request.
 
     Args:
@@ -263,11 +271,12 @@ def output_line(rows: list[Row], decode_token: TokenDecoder) -> Json:
     key = line_key(first["run_id"], first["request_id"])
     if first["error_code"] in NOT_CARRIED_OUT:
         return error_line(key, first["request_id"], first["error_code"], first["error_message"])
+    response: LineResponse
     if first["status"] == "ok":
         response = {"status_code": 200, "request_id": key, "body": _body(rows, key, decode_token)}
     else:
         response = {"status_code": 400, "request_id": key, "body": _refusal(first)}
-    return line_head(key, first["request_id"]) | {"response": response, "error": None}
+    return {**line_head(key, first["request_id"]), "response": response, "error": None}
 
 
 def line_key(run_id: str, custom_id: str) -> str:
@@ -279,26 +288,28 @@ def line_key(run_id: str, custom_id: str) -> str:
     return hashlib.blake2b(f"{run_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
 
 
-def line_head(key: str, custom_id: str) -> Json:
+def line_head(key: str, custom_id: str) -> LineHead:
     return {"id": f"batch_req_{key}", "custom_id": custom_id}
 
 
-def error_line(key: str, custom_id: str, code: str, message: str) -> Json:
+def error_line(key: str, custom_id: str, code: str, message: str) -> OutputLine:
     """Return the line of a request that got no response."""
-    return line_head(key, custom_id) | {
+    return {
+        **line_head(key, custom_id),
         "response": None,
         "error": {"code": code, "message": message},
     }
 
 
-def _refusal(row: Row) -> Json:
-    kind = {
-        "message": row["error_message"],
-        "type": "invalid_request_error",
-        "param": None,
-        "code": row["error_code"],
+def _refusal(row: Row) -> Refusal:
+    return {
+        "error": {
+            "message": row["error_message"],
+            "type": "invalid_request_error",
+            "param": None,
+            "code": row["error_code"],
+        }
     }
-    return {"error": kind}
 
 
 def row_answer(row: Row) -> FinishedAnswer:
@@ -316,7 +327,7 @@ def row_answer(row: Row) -> FinishedAnswer:
     )
 
 
-def _embedding_body(row: Row) -> Json:
+def _embedding_body(row: Row) -> Embeddings:
     num_tokens = row["prompt_tokens"]
     return {
         "object": "list",
@@ -326,23 +337,37 @@ def _embedding_body(row: Row) -> Json:
     }
 
 
-def _body(rows: list[Row], key: str, decode_token: TokenDecoder) -> Json:
-    first, url = rows[0], rows[0].get("url")
-    model, created = first["target_model"], int(first["finished_at"].timestamp())
+def _body(
+    rows: list[Row], key: str, decode_token: TokenDecoder
+) -> StoredChat | StoredText | StoredResponse | Embeddings:
+    first = rows[0]
+    url = first.get("url")
     if url == EMBEDDINGS:
         return _embedding_body(first)
+    model = first["target_model"]
+    created = int(first["finished_at"].timestamp())
     usage = TokenUsage(first["prompt_tokens"], sum(row["completion_tokens"] for row in rows))
-    choice_of = text_choice if url == COMPLETIONS else chat_choice
-    choices = [choice_of(row_answer(row), decode_token) for row in rows]
+    answers = [row_answer(row) for row in rows]
     if url == RESPONSES:
-        response = stored_response(key, model, created, choices[0], usage.response_form())
-        return response | scores_form(first)
+        choice = chat_choice(answers[0], decode_token)
+        response_usage = usage.response_form()
+        return stored_response(key, model, created, choice, response_usage, scores_form(first))
+    if url == COMPLETIONS:
+        return {
+            "id": f"cmpl-{key}",
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": [text_choice(answer, decode_token) for answer in answers],
+            "usage": usage.totals(),
+            "system_fingerprint": first["config_hash"],
+        }
     return {
-        "id": f"{'cmpl' if url == COMPLETIONS else 'chatcmpl'}-{key}",
-        "object": "text_completion" if url == COMPLETIONS else "chat.completion",
+        "id": f"chatcmpl-{key}",
+        "object": "chat.completion",
         "created": created,
         "model": model,
-        "choices": choices,
+        "choices": [chat_choice(answer, decode_token) for answer in answers],
         "usage": usage.totals(),
         "system_fingerprint": first["config_hash"],
     }

@@ -17,11 +17,12 @@ import numpy as np
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answer_models import Embedding, Embeddings
 from eagle_ray.requests.embeddings import EmbeddingMaker, vector_of
 from eagle_ray.requests.openai_bodies import OpenBody, errors_of_item
 from eagle_ray.requests.parameters import Api, Parameter, rows_at
 from eagle_ray.requests.score_bodies import prompt_usage
-from eagle_ray.requests.values import Integer, Json, OneOf, Text
+from eagle_ray.requests.values import Integer, OneOf, Text
 
 MAX_INPUTS = 2048  # inputs of a request, as in OpenAI's API
 _REQUIRED = frozenset({Api.EMBEDDINGS})
@@ -91,16 +92,16 @@ class EmbeddingsRequest(OpenBody):
             ids = maker.given_ids(given)
         return maker.sequence_of(name, ids, self.dimensions)
 
-    def body(self, sequences: list[Sequence], model: str) -> Json:
+    def body(self, sequences: list[Sequence], model: str) -> Embeddings:
         """Return the answer: each input's embedding, in order."""
-        data = [
+        data: list[Embedding] = [
             {"object": "embedding", "index": i, "embedding": self._shown(vector_of(sequence))}
             for i, sequence in enumerate(sequences)
         ]
         usage = prompt_usage(sequences)
         return {"object": "list", "data": data, "model": model, "usage": usage}
 
-    def _shown(self, vector: np.ndarray) -> Any:
+    def _shown(self, vector: np.ndarray) -> str | list[float]:
         if self.is_base64:
             return base64.b64encode(vector.astype("<f4").tobytes()).decode()
         return [float(str(number)) for number in vector]  # the shortest text of each float32

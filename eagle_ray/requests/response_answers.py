@@ -2,11 +2,11 @@
 
 A ResponseObject is OpenAI's response, built item by item from the parts of a chat answer:
 
-    response = ResponseObject(key, fields)
+    response = ResponseObject(key, begun)
     for delta in deltas:                        # deltas of a chat message: content, reasoning or calls each
-        events += response.add(delta)
-    events += response.finish("stop", usage, metrics)
-    response.json["output"]                     # the items in the order in which they began
+        events += response.add(delta, logprobs)
+    events += response.finish("stop", usage, metrics, scores)
+    response.body["output"]                     # the items in the order in which they began
 
 A streamed response sends the events; one that is not streamed is the same object at its end.
 """
@@ -15,64 +15,110 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.requests.answer_models import ChoiceScores, Metrics, ResponseUsage
-from eagle_ray.requests.values import Json
+from eagle_ray.requests.answer_models import (
+    ChatAnswer,
+    ChatChoice,
+    ChatFinish,
+    ChatLogprobs,
+    ChatPlace,
+    ChoiceScores,
+    Delta,
+    DeltaCall,
+    FunctionCallItem,
+    ItemEvent,
+    ItemStatus,
+    MessageItem,
+    Metrics,
+    OutputItem,
+    OutputText,
+    PartPlace,
+    ReasoningItem,
+    ReasoningText,
+    ResponseBody,
+    ResponseUsage,
+    StoredResponse,
+    StreamEvent,
+)
 
-_PART = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-_DELTAS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-_IDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+Model = TypeVar("Model")
 
 
 class ResponseObject:
     """One response. Methods return the events that tell of a change, without their sequence numbers.
 
     Args:
-        key: what the ids of the response and of its items are made of.
-        fields: the response before it has items.
+        key: text of which the ids of its items are made.
+        body: the response before it has items.
     """
 
-    def __init__(self, key: str, fields: Json):
+    def __init__(self, key: str, body: ResponseBody):
         self._key = key
         self._open: int | None = None  # index of the item that grows
         self._calls: dict[int, int] = {}  # items by the index of their call
-        self.json: Json = {"id": f"resp_{key}"} | fields
+        self.body = body
 
     @property
     def reasonings(self) -> list[str]:
         return [
             item["content"][0]["text"]
-            for item in self.json["output"]
+            for item in self.body["output"]
             if item["type"] == "reasoning"
         ]
 
-    def begin(self) -> list[Json]:
+    def begin(self) -> list[StreamEvent]:
         return [
-            {"type": f"response.{name}", "response": _copy(self.json)}
-            for name in ("created", "in_progress")
+            {"type": "response.created", "response": _copy(self.body)},
+            {"type": "response.in_progress", "response": _copy(self.body)},
         ]
 
-    def add(self, delta: Json, logprobs: Json | None) -> list[Json]:
-        """Add a delta of a chat message, or a whole one.
+    def add_message(self, message: ChatAnswer, logprobs: ChatLogprobs | None) -> None:
+        """Add a whole message of a chat."""
+        delta: Delta = {"content": message["content"]}
+        if "reasoning_content" in message:
+            delta["reasoning_content"] = message["reasoning_content"]
+        if "tool_calls" in message:
+            delta["tool_calls"] = [
+                {
+                    "index": index,
+                    "id": call["id"],
+                    "type": call["type"],
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": call["function"]["arguments"],
+                    },
+                }
+                for index, call in enumerate(message["tool_calls"])
+            ]
+        self.add(delta, logprobs)
+
+    def add(self, delta: Delta, logprobs: ChatLogprobs | None) -> list[StreamEvent]:
+        """Add a delta of a chat message.
 
         Args:
             logprobs: log-probabilities of the chat's choice.
         """
-        events: list[Json] = []
-        if delta.get("reasoning_content"):
-            events += self._grow("reasoning", delta["reasoning_content"], [])
-        if delta.get("content"):
-            events += self._grow("message", delta["content"], _logprobs(logprobs))
-        for number, call in enumerate(delta.get("tool_calls") or ()):
-            events += self._add_call(call.get("index", number), call)
+        events: list[StreamEvent] = []
+        reasoning = delta.get("reasoning_content")
+        if reasoning:
+            events += self._add_reasoning(reasoning)
+        content = delta.get("content")
+        if content:
+            shown = [] if logprobs is None else [_with_bytes(one) for one in logprobs["content"]]
+            events += self._add_content(content, shown)
+        for call in delta.get("tool_calls", ()):
+            events += self._add_call(call)
         return events
 
     def finish(
-        self, reason: str | None, usage: ResponseUsage, metrics: Metrics, scores: ChoiceScores
-    ) -> list[Json]:
+        self,
+        reason: ChatFinish | None,
+        usage: ResponseUsage,
+        metrics: Metrics,
+        scores: ChoiceScores,
+    ) -> list[StreamEvent]:
         """End the response.
 
         Args:
@@ -82,32 +128,93 @@ class ResponseObject:
         """
         is_cut = reason == "length"
         events = self._close("incomplete" if is_cut else "completed")
-        if not self.json["output"]:
-            events += [
-                *self._open_item("message", {"role": "assistant", "content": []}),
-                *self._close("completed"),
-            ]
-        status = "incomplete" if is_cut else "completed"
-        self.json |= {"status": status, "usage": usage, "metrics": metrics, **scores}
+        if not self.body["output"]:
+            events += [self._open_message(), *self._close("completed")]
+        self.body["status"] = "incomplete" if is_cut else "completed"
+        self.body["usage"] = usage
+        self.body["metrics"] = metrics
+        self.body.update(scores)
         if is_cut:
-            self.json["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            self.json["completed_at"] = int(time.time())
-        return [*events, {"type": f"response.{status}", "response": self.json}]
+            self.body["incomplete_details"] = {"reason": "max_output_tokens"}
+            return [*events, {"type": "response.incomplete", "response": self.body}]
+        self.body["completed_at"] = int(time.time())
+        return [*events, {"type": "response.completed", "response": self.body}]
 
-    def _add_call(self, index: int, call: Json) -> list[Json]:
-        events: list[Json] = []
-        function = call["function"]
-        if index not in self._calls:
-            values = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+    def _add_reasoning(self, text: str) -> list[StreamEvent]:
+        """Add to the text of the open reasoning, or of a new one."""
+        events: list[StreamEvent] = []
+        item = self._open_item
+        if item is None or item["type"] != "reasoning":
             events += self._close()
-            events += self._open_item("function_call", values)
-            self._calls[index] = len(self.json["output"]) - 1
+            index, id = self._next("rs")
+            item = {
+                "id": id,
+                "type": "reasoning",
+                "status": "in_progress",
+                "summary": [],
+                "content": [],
+            }
+            events.append(self._begin_item(index, item))
+            new: ReasoningText = {"type": "reasoning_text", "text": ""}
+            item["content"].append(new)
+            events.append(
+                {"type": "response.content_part.added", "part": _copy(new), **self._place()}
+            )
+        item["content"][0]["text"] += text
+        return [
+            *events,
+            {"type": "response.reasoning_text.delta", "delta": text, **self._place()},
+        ]
 
-        arguments = function.get("arguments")
+    def _add_content(self, text: str, logprobs: list[ChatPlace]) -> list[StreamEvent]:
+        """Add to the text of the open message, or of a new one."""
+        events: list[StreamEvent] = []
+        item = self._open_item
+        if item is None or item["type"] != "message":
+            events += self._close()
+            events.append(self._open_message())
+            item = self.body["output"][-1]
+            assert item["type"] == "message"
+            new = _output_text("", [])
+            item["content"].append(new)
+            events.append(
+                {"type": "response.content_part.added", "part": _copy(new), **self._place()}
+            )
+        part = item["content"][0]
+        part["text"] += text
+        part["logprobs"] += logprobs
+        return [
+            *events,
+            {
+                "type": "response.output_text.delta",
+                "delta": text,
+                **self._place(),
+                "logprobs": logprobs,
+            },
+        ]
+
+    def _add_call(self, call: DeltaCall) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        function = call["function"]
+        if call["index"] not in self._calls:
+            events += self._close()
+            index, id = self._next("fc")
+            new: FunctionCallItem = {
+                "id": id,
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": "",
+            }
+            events.append(self._begin_item(index, new))
+            self._calls[call["index"]] = index
+
+        arguments = function["arguments"]
         if arguments:
-            output_index = self._calls[index]
-            item = self.json["output"][output_index]
+            output_index = self._calls[call["index"]]
+            item = self.body["output"][output_index]
+            assert item["type"] == "function_call"
             item["arguments"] += arguments
             events.append(
                 {
@@ -119,49 +226,41 @@ class ResponseObject:
             )
         return events
 
-    def _grow(self, kind: str, text: str, logprobs: list[Json]) -> list[Json]:
-        """Add to the text of the open item, or of a new one."""
-        events: list[Json] = []
-        if self._open is None or self.json["output"][self._open]["type"] != kind:
-            values: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-            events += self._close()
-            events += self._open_item(kind, values | {"content": []})
-            events += self._open_part(kind)
-        assert self._open is not None
-        item = self.json["output"][self._open]
-        part = item["content"][0]
-        part["text"] += text
-        event: Json = {"type": f"{_DELTAS[kind]}.delta", "delta": text} | self._position()
-        if kind == "message":
-            part["logprobs"] += logprobs
-            event["logprobs"] = logprobs
-        events.append(event)
-        return events
+    @property
+    def _open_item(self) -> OutputItem | None:
+        return None if self._open is None else self.body["output"][self._open]
 
-    def _open_item(self, kind: str, values: Json) -> list[Json]:
-        self._open = len(self.json["output"])
-        item = {
-            "id": f"{_IDS[kind]}_{self._key}{self._open:02x}",
-            "type": kind,
+    def _next(self, prefix: str) -> tuple[int, str]:
+        """Return the index and the id of the next item."""
+        index = len(self.body["output"])
+        return index, f"{prefix}_{self._key}{index:02x}"
+
+    def _open_message(self) -> ItemEvent:
+        index, id = self._next("msg")
+        item: MessageItem = {
+            "id": id,
+            "type": "message",
             "status": "in_progress",
-        } | values
-        self.json["output"].append(item)
-        return [
-            {"type": "response.output_item.added", "output_index": self._open, "item": _copy(item)}
-        ]
+            "role": "assistant",
+            "content": [],
+        }
+        return self._begin_item(index, item)
 
-    def _open_part(self, kind: str) -> list[Json]:
-        part = _PART if kind == "message" else {"type": "reasoning_text", "text": ""}
-        assert self._open is not None
-        self.json["output"][self._open]["content"].append(_copy(part))
-        return [{"type": "response.content_part.added", "part": _copy(part)} | self._position()]
+    def _begin_item(self, index: int, item: OutputItem) -> ItemEvent:
+        self._open = index
+        self.body["output"].append(item)
+        return {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": _copy(item),
+        }
 
-    def _close(self, status: str = "completed") -> list[Json]:
+    def _close(self, status: ItemStatus = "completed") -> list[StreamEvent]:
         """End the open item, if there is one."""
-        if self._open is None:
+        index, item = self._open, self._open_item
+        if index is None or item is None:
             return []
-        index, item = self._open, self.json["output"][self._open]
-        events = list(self._ends(item))
+        events = self._ends(index, item)
         if item["type"] == "function_call" and not _is_object(item["arguments"]):
             status = "incomplete"
         item["status"] = status
@@ -171,49 +270,71 @@ class ResponseObject:
             {"type": "response.output_item.done", "output_index": index, "item": _copy(item)},
         ]
 
-    def _ends(self, item: Json) -> Iterator[Json]:
-        """Yield the events that end the parts of the open item."""
+    def _ends(self, index: int, item: OutputItem) -> list[StreamEvent]:
+        """Return the events that end the parts of the open item."""
         if item["type"] == "function_call":
-            call = {"name": item["name"], "arguments": item["arguments"], "item_id": item["id"]}
-            yield {
-                "type": "response.function_call_arguments.done",
-                "output_index": self._open,
-            } | call
-        elif item["content"]:
-            part = item["content"][0]
-            event = {"type": f"{_DELTAS[item['type']]}.done", "text": part["text"]}
-            yield (
-                event
-                | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {})
-                | self._position()
-            )
-            yield {"type": "response.content_part.done", "part": _copy(part)} | self._position()
+            return [
+                {
+                    "type": "response.function_call_arguments.done",
+                    "output_index": index,
+                    "name": item["name"],
+                    "arguments": item["arguments"],
+                    "item_id": item["id"],
+                }
+            ]
+        if not item["content"]:
+            return []
+        place = self._place()
+        if item["type"] == "reasoning":
+            reasoning = item["content"][0]
+            return [
+                {"type": "response.reasoning_text.done", "text": reasoning["text"], **place},
+                {"type": "response.content_part.done", "part": _copy(reasoning), **place},
+            ]
+        part = item["content"][0]
+        return [
+            {
+                "type": "response.output_text.done",
+                "text": part["text"],
+                "logprobs": part["logprobs"],
+                **place,
+            },
+            {"type": "response.content_part.done", "part": _copy(part), **place},
+        ]
 
-    def _position(self) -> Json:
-        assert self._open is not None
-        item = self.json["output"][self._open]
+    def _place(self) -> PartPlace:
+        """Return the place of the open item's text."""
+        item = self._open_item
+        assert self._open is not None and item is not None
         return {"item_id": item["id"], "output_index": self._open, "content_index": 0}
 
 
-def _logprobs(logprobs: Json | None) -> list[Json]:
-    """Return a chat choice's log-probabilities as a response has them: bytes is never null."""
-    return [
-        _with_bytes(token) | {"top_logprobs": [_with_bytes(top) for top in token["top_logprobs"]]}
-        for token in (logprobs or {}).get("content", ())
-    ]
+def _output_text(text: str, logprobs: list[ChatPlace]) -> OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _with_bytes(token: Json) -> Json:
-    return token | {"bytes": token["bytes"] or []}
+def _with_bytes(place: ChatPlace) -> ChatPlace:
+    """Return the log-probabilities of a token as a response has them: bytes is never null."""
+    return {
+        "token": place["token"],
+        "logprob": place["logprob"],
+        "bytes": place["bytes"] or [],
+        "top_logprobs": [
+            {"token": top["token"], "logprob": top["logprob"], "bytes": top["bytes"] or []}
+            for top in place["top_logprobs"]
+        ],
+    }
 
 
 def stored_response(
-    key: str, model: str, created: int, choice: Mapping[str, Any], usage: ResponseUsage
-) -> Json:
-    """Return the response of a batch's line, made of a chat's choice.
-
-    What the request asked for and a run does not store is empty or null.
-    """
+    key: str,
+    model: str,
+    created: int,
+    choice: ChatChoice,
+    usage: ResponseUsage,
+    scores: ChoiceScores,
+) -> StoredResponse:
+    """Return the response of a batch's line, made of a chat's choice."""
     is_cut = choice["finish_reason"] == "length"
     return {
         "id": f"resp_{key}",
@@ -233,43 +354,47 @@ def stored_response(
         "tools": [],
         "top_p": None,
         "usage": usage,
+        **scores,
     }
 
 
-def _stored_items(choice: Mapping[str, Any], key: str) -> list[Json]:
+def _stored_items(choice: ChatChoice, key: str) -> list[OutputItem]:
     """Return the items of a stored response: its reasoning, its message and its function calls, in this order."""
-    message, status = (
-        choice["message"],
-        "incomplete" if choice["finish_reason"] == "length" else "completed",
-    )
-    items: list[Json] = []
-    if message.get("reasoning_content"):
-        content = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
-        items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{key}",
-                "summary": [],
-                "content": content,
-                "status": "completed",
-            }
-        )
-    calls = message.get("tool_calls") or []
+    message = choice["message"]
+    status: ItemStatus = "incomplete" if choice["finish_reason"] == "length" else "completed"
+    items: list[OutputItem] = []
+    reasoning = message.get("reasoning_content")
+    if reasoning:
+        reasoning_item: ReasoningItem = {
+            "type": "reasoning",
+            "id": f"rs_{key}",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": reasoning}],
+            "status": "completed",
+        }
+        items.append(reasoning_item)
+    calls = message.get("tool_calls", [])
     if message["content"] or not calls:
-        logprobs = [_with_bytes(token) for token in (choice["logprobs"] or {}).get("content", ())]
-        part = _PART | {"text": message["content"] or "", "logprobs": logprobs}
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{key}",
-                "role": "assistant",
-                "content": [part],
-                "status": status,
-            }
-        )
+        logprobs = choice["logprobs"]
+        shown = [] if logprobs is None else [_with_bytes(one) for one in logprobs["content"]]
+        message_item: MessageItem = {
+            "type": "message",
+            "id": f"msg_{key}",
+            "role": "assistant",
+            "content": [_output_text(message["content"] or "", shown)],
+            "status": status,
+        }
+        items.append(message_item)
     for i, call in enumerate(calls):
-        names = {"call_id": call["id"], **call["function"]}
-        items.append({"type": "function_call", "id": f"fc_{key}_{i}", "status": status, **names})
+        call_item: FunctionCallItem = {
+            "type": "function_call",
+            "id": f"fc_{key}_{i}",
+            "status": status,
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
+        items.append(call_item)
     return items
 
 
@@ -280,7 +405,7 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _copy(value: Json) -> Json:
+def _copy(value: Model) -> Model:
     """Return the value as it is now: the object that it is part of grows."""
-    copied: Json = json.loads(dump_json(value))
+    copied: Model = json.loads(dump_json(value))
     return copied

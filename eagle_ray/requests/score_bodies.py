@@ -20,9 +20,10 @@ from eagle_ray.core.continuations import Continuation, ContinuationScores
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence as EngineSequence
+from eagle_ray.requests.answer_models import EmbeddingUsage, RankedDocument, Ranking, Scores
 from eagle_ray.requests.openai_bodies import OpenBody, errors_of_item
 from eagle_ray.requests.parameters import Api, Parameter, rows_at
-from eagle_ray.requests.values import Boolean, Integer, Json, ListOf, Text, Texts, TokenIds
+from eagle_ray.requests.values import Boolean, Integer, ListOf, Text, Texts, TokenIds
 from eagle_ray.text.chat_options import ChatOptions
 from eagle_ray.text.tokenizer import Tokenizer
 
@@ -88,7 +89,7 @@ class ScoreRequest(OpenBody):
                 prompts.append(tokenizer.encode(text))
         return scored_sequences(prompts, self.label_token_ids)
 
-    def body(self, sequences: Sequence[EngineSequence], model: str) -> Json:
+    def body(self, sequences: Sequence[EngineSequence], model: str) -> Scores:
         """Return the answer: for each item the probability of each label."""
         scores = [label_probabilities(one, self.apply_softmax) for one in sequences]
         return {
@@ -152,13 +153,13 @@ class RerankRequest(OpenBody):
         content = f"<Instruct>: {self.instruction}\n<Query>: {self.query}\n<Document>: {document}"
         return [{"role": "system", "content": JUDGE}, {"role": "user", "content": content}]
 
-    def body(self, sequences: Sequence[EngineSequence], model: str) -> Json:
+    def body(self, sequences: Sequence[EngineSequence], model: str) -> Ranking:
         """Return the answer: the documents, the most relevant first."""
         relevance = [label_probabilities(one, apply_softmax=True)[0] for one in sequences]
         order = sorted(range(len(relevance)), key=lambda i: -relevance[i])[: self.top_n]
-        results: list[Json] = []
+        results: list[RankedDocument] = []
         for i in order:
-            result: Json = {"index": i, "relevance_score": relevance[i]}
+            result: RankedDocument = {"index": i, "relevance_score": relevance[i]}
             if self.return_documents:
                 result["document"] = {"text": self.documents[i]}
             results.append(result)
@@ -190,7 +191,7 @@ def label_probabilities(sequence: EngineSequence, apply_softmax: bool) -> list[f
     return [math.exp(value) for value in log_probs]
 
 
-def prompt_usage(sequences: Sequence[EngineSequence]) -> Json:
+def prompt_usage(sequences: Sequence[EngineSequence]) -> EmbeddingUsage:
     """Return the usage of a request without output."""
     num_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

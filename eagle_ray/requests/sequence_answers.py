@@ -34,16 +34,25 @@ from typing import Any
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answer_models import (
+    ChatChunk,
+    ChatChunkChoice,
     ChatCompletion,
-    ChatLogprobs,
+    ChatFinish,
     ChoiceScores,
+    Chunk,
+    ChunkDetails,
     Completion,
+    Delta,
+    DeltaFunction,
+    Finish,
     Metrics,
-    TextLogprobs,
+    Step,
+    StepToken,
+    TextChunk,
+    TextChunkChoice,
 )
 from eagle_ray.requests.answers import (
     FinishedAnswer,
-    Json,
     TextOffsets,
     TokenLogprob,
     TokenUsage,
@@ -157,7 +166,7 @@ class Choice:
         return self.sequence.output_ids[: self.num_wanted]
 
     @property
-    def finish_reason(self) -> str | None:
+    def finish_reason(self) -> Finish | None:
         """Return the finish reason; a choice that was cut to no tokens ended by length."""
         return "length" if self.num_wanted == 0 else self.sequence.finish_reason
 
@@ -197,9 +206,6 @@ class RequestAnswers:
     def is_chat(self) -> bool:
         return self.reader.chat_options is not None
 
-    def head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
     def body(self) -> ChatCompletion | Completion:
         """Return the body of a response that is not streamed; every sequence is finished."""
         answers = [self._finished(choice) for choice in self.choices]
@@ -225,16 +231,41 @@ class RequestAnswers:
             metrics=self.metrics(),
         )
 
-    def chunk_head(self) -> Json:
-        return self.head("chat.completion.chunk" if self.is_chat else "text_completion")
+    def chat_chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
+        """Return an event of a chat's stream."""
+        chunk: ChatChunk = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if self.has_usage:
+            chunk["usage"] = None
+        return chunk
 
-    def last_chunk(self) -> Json:
+    def text_chunk(self, choices: list[TextChunkChoice]) -> TextChunk:
+        """Return an event of a text completion's stream."""
+        chunk: TextChunk = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        if self.has_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def last_chunk(self) -> Chunk:
         """Return the chunk after all choices, with usage and speculation metrics."""
         reasonings = (
             self._read(choice).reasoning for choice in self.choices if self.reader.has_parts
         )
-        usage = self.usage(reasonings).chat_form()
-        return self.chunk_head() | {"choices": [], "usage": usage, "metrics": self.metrics()}
+        chunk: Chunk = self.chat_chunk([]) if self.is_chat else self.text_chunk([])
+        chunk["usage"] = self.usage(reasonings).chat_form()
+        chunk["metrics"] = self.metrics()
+        return chunk
 
     def usage(self, reasonings: Iterable[str | None]) -> TokenUsage:
         """Return the token usage. A prompt counts once, however many choices it has.
@@ -311,14 +342,14 @@ def stats_of(sequence: Sequence) -> AcceptanceStats:
     return sequence.stats
 
 
-def num_logprobs(chunk: Json) -> int:
+def num_logprobs(chunk: Chunk) -> int:
     """Return how many log-probabilities a chunk holds, without alternatives."""
-    shown = [choice.get("logprobs") for choice in chunk["choices"]]
-    return sum(
-        len(logprobs.get("tokens") or logprobs.get("content") or ())
-        for logprobs in shown
-        if logprobs
-    )
+    num = 0
+    for choice in chunk["choices"]:
+        logprobs: Any = choice["logprobs"]
+        if logprobs is not None:
+            num += len(logprobs["content"] if "content" in logprobs else logprobs["tokens"])
+    return num
 
 
 class ChoiceChunks:
@@ -343,7 +374,7 @@ class ChoiceChunks:
         )
         return echoed + count - self._num_sent
 
-    def until(self, count: int) -> Iterator[Json]:
+    def until(self, count: int) -> Iterator[Chunk]:
         """Yield the chunks up to `count` output ids. After the sequence's end this includes the last chunks."""
         sequence = self.choice.sequence
         if not self._is_begun:
@@ -366,22 +397,21 @@ class ChoiceChunks:
         )
         return [*texts, last]
 
-    def _beginning(self) -> Iterator[Json]:
+    def _beginning(self) -> Iterator[Chunk]:
         """Yield the first chunk: the role of a chat message, or an echoed prompt.
 
         With tools the content is null until there is some: clients that add up the deltas of a call
         alone get null, which is its content in a response that is not streamed.
         """
         if (options := self._answers.reader.chat_options) is not None:
-            delta = {"role": "assistant", "content": None if options.has_tools else ""}
-            yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
-        elif self._answers.has_echo:
-            logprobs = self._text_logprobs(self._answers.prompt_logprobs(self.choice))
-            yield self._chunk(
-                {"text": self.choice.prompt.text, "logprobs": logprobs, "finish_reason": None}
+            yield self._chat_chunk(
+                {"role": "assistant", "content": None if options.has_tools else ""}
             )
+        elif self._answers.has_echo:
+            tokens = self._answers.prompt_logprobs(self.choice)
+            yield self._text_chunk(self.choice.prompt.text, {}, tokens, None)
 
-    def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Json]:
+    def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Chunk]:
         """Yield the chunks of a stream that show the output ids [start, end); none if they add nothing to show.
 
         Args:
@@ -391,45 +421,69 @@ class ChoiceChunks:
         piece = "".join(texts)
         reason = self.choice.finish_reason if is_end else None
         tokens = self._answers.output_logprobs(self.choice, start, end)
+        has_new_ids = end > start and (self._answers.has_token_ids or self._steps is not None)
+        if not self._answers.is_chat:
+            if piece or is_end or tokens or has_new_ids:
+                details = self._details(texts, start, end, is_end)
+                yield self._text_chunk(piece, details, tokens, reason)
+            return
 
         # Several deltas are several chunks; the last one has the logprobs and the reason.
-        shown: Json = {"text": piece}
-        has_text = bool(piece)
-        if self._answers.is_chat:
-            deltas = self._deltas.of(piece, is_end)
-            for delta in deltas[:-1]:
-                yield self._chunk({"delta": delta, "logprobs": None, "finish_reason": None})
-            shown = {"delta": deltas[-1] if deltas else {}}
-            has_text = bool(deltas)
-            reason = self._deltas.finish_reason(reason)
+        deltas = self._deltas.of(piece, is_end)
+        for delta in deltas[:-1]:
+            yield self._chat_chunk(delta)
+        if deltas or is_end or tokens or has_new_ids:
+            last: Delta = deltas[-1] if deltas else {}
+            details = self._details(texts, start, end, is_end)
+            yield self._chat_chunk(last, details, tokens, self._deltas.finish_reason(reason))
 
-        has_ids = self._answers.has_token_ids
-        has_new_ids = end > start and (has_ids or self._steps is not None)
-        if not (has_text or is_end or tokens or has_new_ids):
-            return
-        if has_ids:
-            shown["token_ids"] = self.choice.sequence.output_ids[start:end]
+    def _details(self, texts: list[str], start: int, end: int, is_end: bool) -> ChunkDetails:
+        """Return what the client asks for besides the text of the output ids [start, end)."""
+        details: ChunkDetails = {}
+        if self._answers.has_token_ids:
+            details["token_ids"] = self.choice.sequence.output_ids[start:end]
         if self._steps is not None:
-            shown["steps"] = self._steps.next(texts[: end - start])
+            details["steps"] = self._steps.next(texts[: end - start])
         if is_end:
-            shown |= self.choice.scores
-        yield self._chunk(shown | {"logprobs": self._logprobs(tokens), "finish_reason": reason})
+            details.update(self.choice.scores)
+        return details
 
-    def _logprobs(self, tokens: list[TokenLogprob]) -> ChatLogprobs | TextLogprobs | None:
-        if not tokens or not self._answers.is_chat:
-            return self._text_logprobs(tokens)
-        return chat_logprobs(tokens, self._answers.reader.decode_token)
+    def _chat_chunk(
+        self,
+        delta: Delta,
+        details: ChunkDetails | None = None,
+        tokens: Iterable[TokenLogprob] = (),
+        reason: ChatFinish | None = None,
+    ) -> ChatChunk:
+        shown = list(tokens)
+        logprobs = None
+        if shown:
+            logprobs = chat_logprobs(shown, self._answers.reader.decode_token)
+        choice: ChatChunkChoice = {
+            "index": self.choice.index,
+            "delta": delta,
+            **(details or {}),
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        return self._answers.chat_chunk([choice])
 
-    def _text_logprobs(self, tokens: list[TokenLogprob]) -> TextLogprobs | None:
-        if not tokens:
-            return None
-        return completion_form(
-            tokens, self._answers.reader.decode_token, bool(self._answers.num_tops), self._offsets
-        )
-
-    def _chunk(self, choice: Json) -> Json:
-        chunk = self._answers.chunk_head() | {"choices": [{"index": self.choice.index} | choice]}
-        return chunk | {"usage": None} if self._answers.has_usage else chunk
+    def _text_chunk(
+        self, text: str, details: ChunkDetails, tokens: list[TokenLogprob], reason: Finish | None
+    ) -> TextChunk:
+        logprobs = None
+        if tokens:
+            has_tops = bool(self._answers.num_tops)
+            decode_token = self._answers.reader.decode_token
+            logprobs = completion_form(tokens, decode_token, has_tops, self._offsets)
+        choice: TextChunkChoice = {
+            "index": self.choice.index,
+            "text": text,
+            **details,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+        return self._answers.text_chunk([choice])
 
 
 class MessageDeltas:
@@ -443,17 +497,17 @@ class MessageDeltas:
         )
         self._calls: set[int] = set()
 
-    def of(self, piece: str, is_end: bool) -> list[Json]:
+    def of(self, piece: str, is_end: bool) -> list[Delta]:
         """Return the deltas that a piece of text adds. is_end says that it is the last piece."""
         if self._parser is None:
             return [{"content": piece}] if piece else []
         events = self._parser.feed(piece) + (self._parser.end() if is_end else [])
         return [delta for event in events if (delta := self._delta(event))]
 
-    def finish_reason(self, reason: str | None) -> str | None:
+    def finish_reason(self, reason: Finish | None) -> ChatFinish | None:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def _delta(self, event: ChatEvent) -> Json:
+    def _delta(self, event: ChatEvent) -> Delta:
         """Return the delta of a parser's event; empty if the event adds nothing.
 
         A broken event says that a call whose beginning was sent is none. Its text follows as content.
@@ -469,7 +523,7 @@ class MessageDeltas:
             return {}
         self._calls.add(event.index)
         call_id = self._chat_format.call_id(self._key, event.index)
-        function = {"name": event.text, "arguments": ""}
+        function: DeltaFunction = {"name": event.text, "arguments": ""}
         return {
             "tool_calls": [
                 {"index": event.index, "id": call_id, "type": "function", "function": function}
@@ -485,28 +539,27 @@ class Steps:
         self._origins = _origins(sequence)
         self._num_read = 0
 
-    def next(self, texts: list[str]) -> list[dict[str, Any]]:
+    def next(self, texts: list[str]) -> list[Step]:
         """Return the next output ids, one per text, grouped by step. The engine must have produced them."""
         start, self._num_read = self._num_read, self._num_read + len(texts)
         ids = self._sequence.output_ids[start : self._num_read]
         tokens = list(zip(ids, texts, self._origins, strict=False))
-        return [
-            self._counts(step)
-            | {
-                "tokens": [
-                    {"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group
-                ]
-            }
-            for step, group in groupby(tokens, key=lambda item: item[2][0])
-        ]
+        steps = []
+        for number, group in groupby(tokens, key=lambda item: item[2][0]):
+            made: list[StepToken] = [
+                {"id": token, "text": text, "depth": depth} for token, text, (_, depth) in group
+            ]
+            steps.append(self._step(number, made))
+        return steps
 
-    def _counts(self, step: int) -> dict[str, int]:
-        """Return the candidates that the step verified and accepted, before any cut at the output's end."""
+    def _step(self, number: int, tokens: list[StepToken]) -> Step:
+        """Return a step with the candidates that it verified and accepted, before any cut at the output's end."""
         stats = stats_of(self._sequence)
         return {
-            "step": step,
-            "num_draft_tokens": stats.per_step_budget[step - 1] - 1 if step else 0,
-            "num_accepted_draft_tokens": stats.per_step_accepted[step - 1] if step else 0,
+            "step": number,
+            "num_draft_tokens": stats.per_step_budget[number - 1] - 1 if number else 0,
+            "num_accepted_draft_tokens": stats.per_step_accepted[number - 1] if number else 0,
+            "tokens": tokens,
         }
 
 

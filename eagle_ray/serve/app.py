@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from eagle_ray import __version__
 from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.requests.answer_models import Health, Model, Models, Version
 from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
@@ -135,7 +136,8 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         self._client(request)
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        listed: Models = {"object": "list", "data": [self._model()]}
+        return JSONResponse(listed)
 
     async def model(self, request: Request) -> Response:
         self._client(request)
@@ -184,13 +186,15 @@ class Routes:
     async def health(self, request: Request) -> Response:
         if not self._service.is_alive:
             raise ApiError(503, "this replica's engine has ended", code="engine_dead")
-        return JSONResponse({"status": "ok"})
+        health: Health = {"status": "ok"}
+        return JSONResponse(health)
 
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(await self._scrapes.text(), media_type=PROMETHEUS)
 
     async def version(self, request: Request) -> Response:
-        return JSONResponse({"version": __version__})
+        version: Version = {"version": __version__}
+        return JSONResponse(version)
 
     async def openapi(self, request: Request) -> Response:
         service = self._service
@@ -216,7 +220,7 @@ class Routes:
         """Return the owner of a client's files and batches. Raises ApiError for an unknown key."""
         return self._keys.owner(self._client(request))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> Model:
         service = self._service
         return {
             "id": service.config.model_name,

@@ -26,6 +26,14 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.seeds import sample_seed
 from eagle_ray.core.sequence import Sequence
+from eagle_ray.requests.answer_models import (
+    ChatCompletion,
+    Chunk,
+    Completion,
+    ErrorEvent,
+    ResponseBody,
+    StreamEvent,
+)
 from eagle_ray.requests.answers import Json, TokenUsage, scores_form
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest, ResponsesRequest
 from eagle_ray.requests.parameters import CHAT, FORMS
@@ -76,16 +84,18 @@ class GenerationRequest:
         """Return the chat template's options; for a text completion they are off."""
         return self.answers.reader.chat_options or NO_OPTIONS
 
-    def body(self) -> Json:
+    def body(self) -> ChatCompletion | Completion | ResponseBody:
         """Return the body of an answer that is not streamed; every sequence is finished."""
-        body: Any = self.answers.body()
-        if self.response is None:
-            return self.shown(body)
-        return _response_body(self, self.response, body)
+        body = self.answers.body()
+        if body["object"] == "text_completion":
+            return typed_form(body) if self.is_typed else body
+        return body if self.response is None else _response_body(self, self.response, body)
 
-    def shown(self, answer: Json) -> Json:
-        """Return a completion, or a chunk of one, as the client can read it."""
-        return typed_form(answer) if self.is_typed else answer
+    def shown(self, chunk: Chunk) -> Chunk:
+        """Return a chunk of a completion as the client can read it."""
+        if self.is_typed and chunk["object"] == "text_completion":
+            return typed_form(chunk)
+        return chunk
 
 
 def prepare_generation(
@@ -239,15 +249,17 @@ def _sampling_of(
     return sampling.with_seed(seed)
 
 
-def _response_body(generation: GenerationRequest, request: ResponsesRequest, chat: Json) -> Json:
+def _response_body(
+    generation: GenerationRequest, request: ResponsesRequest, chat: ChatCompletion
+) -> ResponseBody:
     """Return the body of an answer at /v1/responses, made from the body of the chat completion that answers it."""
     response = _response(generation, request)
     [choice] = chat["choices"]
-    response.add(choice["message"], choice["logprobs"])
+    response.add_message(choice["message"], choice["logprobs"])
     usage = TokenUsage.of_body(chat)
     scores = scores_form(choice)
     response.finish(choice["finish_reason"], usage.response_form(), chat["metrics"], scores)
-    return response.json
+    return response.body
 
 
 class ResponseEvents:
@@ -258,8 +270,9 @@ class ResponseEvents:
         self._response = _response(generation, request)
         self._num_sent = 0
 
-    def of(self, chunk: Json) -> list[Json]:
+    def of(self, chunk: Chunk) -> list[StreamEvent]:
         """Return the events that a chunk of the chat adds."""
+        assert chunk["object"] == "chat.completion.chunk", "a chat answers a response"
         [choice] = chunk["choices"]
         events = [] if self._num_sent else self._response.begin()
         events += self._response.add(choice["delta"], choice["logprobs"])
@@ -270,16 +283,21 @@ class ResponseEvents:
             events += self._response.finish(reason, usage, metrics, scores_form(choice))
         return [self._numbered(one) for one in events]
 
-    def failed(self, error: ApiError) -> Json:
+    def failed(self, error: ApiError) -> StreamEvent:
         """Return the last event of a stream that fails after it began."""
         values = error.body()["error"]
-        return self._numbered(
-            {"type": "error"} | {name: values[name] for name in ("code", "message", "param")}
-        )
+        last: ErrorEvent = {
+            "type": "error",
+            "code": values["code"],
+            "message": values["message"],
+            "param": values["param"],
+        }
+        return self._numbered(last)
 
-    def _numbered(self, one: Json) -> Json:
+    def _numbered(self, one: StreamEvent) -> StreamEvent:
+        one["sequence_number"] = self._num_sent
         self._num_sent += 1
-        return one | {"sequence_number": self._num_sent - 1}
+        return one
 
 
 def _response(generation: GenerationRequest, request: ResponsesRequest) -> ResponseObject:
@@ -289,7 +307,9 @@ def _response(generation: GenerationRequest, request: ResponsesRequest) -> Respo
     choice: Any = options.tool_choice
     if options.named is not None:
         choice = {"type": "function", "name": options.named}
-    fields = {
+    key = secrets.token_hex(12)
+    begun: ResponseBody = {
+        "id": f"resp_{key}",
         "object": "response",
         "created_at": generation.answers.created,
         "completed_at": None,
@@ -315,7 +335,7 @@ def _response(generation: GenerationRequest, request: ResponsesRequest) -> Respo
         "truncation": "disabled",
         "usage": None,
     }
-    return ResponseObject(secrets.token_hex(12), fields)
+    return ResponseObject(key, begun)
 
 
 def _tool(tool: Json) -> Json:

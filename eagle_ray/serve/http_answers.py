@@ -8,8 +8,8 @@ lock between two of them.
     b'{"tokens":[1,2]}'
     >>> event({"choices": []})
     'data: {"choices":[]}\\n\\n'
-    >>> typed_form({"choices": [{"text": "a", "logprobs": None, "finish_reason": None}]})
-    {'choices': [{'text': 'a', 'logprobs': None, 'finish_reason': 'length'}]}
+    >>> typed_form({"choices": [{"text": "a", "logprobs": None, "finish_reason": None}]})["choices"]
+    [{'text': 'a', 'logprobs': None, 'finish_reason': 'length'}]
 
 A refusal is ``{"error": {message, type, param, code}}``, with the status that goes with it.
 
@@ -21,9 +21,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from eagle_ray.core.errors import EngineError, RequestError
+from eagle_ray.requests.answer_models import Chunk, Completion, Refusal, StreamEvent, TextChunk
+
+TextAnswer = TypeVar("TextAnswer", Completion, TextChunk)
 
 # {"choices": [{"logprobs": {"content": [...]}}]}: the containers around the longest lists.
 MAX_DEPTH = 4
@@ -70,15 +73,16 @@ def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
     yield "]"
 
 
-def event(body: dict[str, Any]) -> str:
+def event(body: Chunk | StreamEvent | Refusal) -> str:
     """Return a server-sent event, which has the name of its body's type if it has one.
 
     Characters at which some clients end a line and that JSON does not escape itself are escaped. A
     chunk without log-probabilities is short, and is encoded in one call.
     """
-    is_short = "choices" in body and not any(choice.get("logprobs") for choice in body["choices"])
+    values: Mapping[str, Any] = body
+    is_short = "choices" in values and not any(choice["logprobs"] for choice in values["choices"])
     text = encode_json(body) if is_short else "".join(json_parts(body))
-    name = f"event: {body['type']}\n" if "type" in body else ""
+    name = f"event: {values['type']}\n" if "type" in values else ""
     return f"{name}data: {text.translate(LINE_ENDS)}\n\n"
 
 
@@ -87,8 +91,8 @@ def is_typed(headers: Mapping[str, str]) -> bool:
     return TYPED_CLIENT in headers
 
 
-def typed_form(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a text completion, or a chunk of its stream, as OpenAI's own client libraries can check it.
+def typed_form(body: TextAnswer) -> TextAnswer:
+    """Change a text completion, or a chunk of its stream, as OpenAI's own client libraries can check it.
 
     OpenAI's servers, and vLLM, say null for the finish_reason of a chunk that is not the last, for
     the log-probability of a prompt's first token and for the alternatives to it. OpenAI's document,
@@ -96,20 +100,16 @@ def typed_form(body: dict[str, Any]) -> dict[str, Any]:
     refuses it. These clients get "length", for that is why a chunk ends, a log-probability of 0,
     for what is given is certain, and no alternatives.
     """
-    return body | {"choices": [_choice(choice) for choice in body["choices"]]}
-
-
-def _choice(choice: dict[str, Any]) -> dict[str, Any]:
-    logprobs = choice["logprobs"]
-    if logprobs is not None:
-        logprobs = logprobs | {
-            "token_logprobs": [
-                0.0 if logprob is None else logprob for logprob in logprobs["token_logprobs"]
-            ],
-            "top_logprobs": logprobs["top_logprobs"]
-            and [tops or {} for tops in logprobs["top_logprobs"]],
-        }
-    return choice | {"logprobs": logprobs, "finish_reason": choice["finish_reason"] or "length"}
+    for choice in body["choices"]:
+        choice["finish_reason"] = choice["finish_reason"] or "length"
+        logprobs = choice["logprobs"]
+        if logprobs is not None:
+            values = logprobs["token_logprobs"]
+            logprobs["token_logprobs"] = [0.0 if value is None else value for value in values]
+            tops = logprobs["top_logprobs"]
+            if tops is not None:
+                logprobs["top_logprobs"] = [top or {} for top in tops]
+    return body
 
 
 RETRY_AFTER_S = 1
@@ -160,7 +160,7 @@ class ApiError(Exception):
         self.status, self.param, self.code = status, param, code
         self._retry_after_s = retry_after_s
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Refusal:
         kind = TYPES.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.async_engine import AsyncEngine
 from eagle_ray.engine.engine import Engine
-from eagle_ray.requests.answers import Json
+from eagle_ray.requests.answer_models import Chunk, Detokenized, StreamEvent, Tokens
 from eagle_ray.requests.embedding_bodies import EmbeddingsRequest
 from eagle_ray.requests.openai_bodies import (
     BodyClass,
@@ -68,7 +68,7 @@ NO_EMBEDDINGS = (
 )
 QUEUED_PER_CACHED_TOKEN = 8  # max_queued_tokens: auto
 Result = TypeVar("Result")
-Queued = Json | Exception | None
+Queued = Chunk | Exception | None
 
 
 class Threads:
@@ -238,7 +238,7 @@ class Service:
             add_special_tokens = messages is None
         ids = self.text.encode(prompt, add_special_tokens)
         names = self.text.token_strings(ids) if request.return_token_strs else None
-        body = {
+        body: Tokens = {
             "count": len(ids),
             "max_model_len": self.max_model_len,
             "tokens": ids,
@@ -257,7 +257,8 @@ class Service:
                 raise ApiError(
                     400, f"tokens: {largest} is not in the vocabulary", "tokens", "bad_token_id"
                 )
-            return json_body({"prompt": self.text.decode_with_special(request.tokens)})
+            body: Detokenized = {"prompt": self.text.decode_with_special(request.tokens)}
+            return json_body(body)
 
         return await self.readers.run(num_bytes, client, make)
 
@@ -387,9 +388,10 @@ class Service:
                 async for chunk in chunks:
                     is_begun = True
                     size = num_logprobs(chunk)
-                    for body in (
+                    shown: Iterable[Chunk | StreamEvent] = (
                         [generation.shown(chunk)] if response is None else response.of(chunk)
-                    ):
+                    )
+                    for body in shown:
                         yield await self._event(body, size, generation.client)
             except Exception as error:
                 if not is_begun:
@@ -407,7 +409,7 @@ class Service:
             )
         yield END_OF_STREAM
 
-    async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Json, None]:
+    async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
         with named_as_by(generation.response), self._admitted(generation):
             answers = generation.answers
@@ -494,7 +496,7 @@ class Service:
         for chunk in new:
             queue.put_nowait(chunk)
 
-    async def _event(self, body: Json, size: int, client: int) -> str:
+    async def _event(self, body: Chunk | StreamEvent, size: int, client: int) -> str:
         return (
             event(body)
             if size <= SHORT_CHUNK
@@ -539,12 +541,14 @@ def _parse_long(kind: type[BodyClass], body: bytes, max_model_len: int) -> BodyC
     return parse(kind, body)
 
 
-def _with_metrics(answers: RequestAnswers, chunk: Json) -> Json:
+def _with_metrics(answers: RequestAnswers, chunk: Chunk) -> Chunk:
     """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
     is_last = chunk["choices"][0]["finish_reason"] and all(
         c.sequence.finish_reason for c in answers.choices
     )
-    return chunk | {"metrics": answers.metrics()} if is_last else chunk
+    if is_last:
+        chunk["metrics"] = answers.metrics()
+    return chunk
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Reservation:
