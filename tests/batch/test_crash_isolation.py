@@ -14,10 +14,10 @@ from eagle_ray.batch.worker.crash_isolation import (
     CrashLog,
     CrashRecord,
     Isolation,
-    SharedExclusiveLock,
     max_group_size,
 )
 from eagle_ray.core.errors import EngineError
+from eagle_ray.core.shared_lock import SharedExclusiveLock
 from eagle_ray.requests.row_schema import request_schema, table_of
 
 KILLER = "k"

@@ -27,10 +27,8 @@ suspects, since a row may also end the actor's own process, as a lack of the nod
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,6 +36,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from eagle_ray.core.errors import OUT_OF_MEMORY, ConfigError, EngineError, RankError, UnfitDevice
+from eagle_ray.core.shared_lock import SharedExclusiveLock
 from eagle_ray.requests.columns import location_text
 from eagle_ray.runs.job_errors import ClusterError, ModelUnusable, outcome_of
 from eagle_ray.storage.store import DISK_FULL, StorageError
@@ -253,41 +252,6 @@ def _in_order(answers: pa.Table, ids: list[str]) -> pa.Table:
     return answers.take(
         pa.array(sorted(range(len(order)), key=order.__getitem__), pa.int64())
     ).combine_chunks()
-
-
-@dataclass(slots=True)
-class SharedExclusiveLock:
-    """A readers-writer lock. A waiting exclusive holder goes before shared ones that come later."""
-
-    _num_shared: int = 0
-    _num_exclusive: int = 0  # exclusive holders, at most one, and requests that wait for that
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _exclusive_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._num_exclusive == 0)
-            self._num_shared += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._num_shared -= 1
-                self._changed.notify_all()
-
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
-        self._num_exclusive += 1
-        try:
-            async with self._exclusive_lock:
-                async with self._changed:
-                    await self._changed.wait_for(lambda: self._num_shared == 0)
-                yield
-        finally:
-            self._num_exclusive -= 1
-            async with self._changed:
-                self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)

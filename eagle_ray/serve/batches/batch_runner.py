@@ -21,9 +21,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from eagle_ray.batch.worker.crash_isolation import WORKER_DIED, SharedExclusiveLock
+from eagle_ray.batch.worker.crash_isolation import WORKER_DIED
 from eagle_ray.config.serve import BatchesConfig
 from eagle_ray.core.json_text import dump_json
+from eagle_ray.core.shared_lock import SharedExclusiveLock
 from eagle_ray.port.spend import Attempt
 from eagle_ray.requests.answers import line_key
 from eagle_ray.runs.lease import Lease
