@@ -1,8 +1,7 @@
 """HttpClient: answer rows through an HTTP endpoint of OpenAI's protocol, with the interface of an engine.
 
-Each sample is a request of its own. A request that is tried again first gives its permit back to
-the throttle, and so holds none while it waits. Answers that the run has paid for are read from
-`spend`, and not requested again after a restart.
+Each sample is a request of its own, with attempts as `port/attempts.py` makes them. Answers that the
+run has paid for are read from `spend`, and not requested again after a restart.
 
     client = HttpClient(config, target, throttle, rows, spend)
     rows = await client.answer(request, range(2), Call())
@@ -16,12 +15,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import httpx2
 
 from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import EngineCounters
+from eagle_ray.port.attempts import UNLIMITED, Failures, ask_until_answered
 from eagle_ray.port.dialects import is_scored_by_prompt
 from eagle_ray.port.endpoint_answers import (
     ENDPOINT_FAILED,
@@ -75,12 +76,6 @@ class HttpSample:
     admitted_at: float | None = None
     attempts: int = 0
     throttled_s: float = 0.0
-    failures: dict[str, int] = field(default_factory=dict)
-
-    def count(self, kind: str) -> int:
-        """Count a failure, and return how many of its kind there were."""
-        self.failures[kind] = self.failures.get(kind, 0) + 1
-        return self.failures[kind]
 
 
 class HttpClient:
@@ -209,17 +204,25 @@ class HttpClient:
         Args:
             sample: counts of attempts and waits, which are updated.
         """
-        demand = self._demand(sent)
-        while True:
-            permit = await self._throttle.acquire(demand)
+        attempts = self._engine.attempts
+        failures = Failures(
+            {
+                LIMITED: attempts.limited,
+                FAILED: attempts.failed,
+                INVALID: attempts.invalid,
+                UNREACHABLE: UNLIMITED,
+            }
+        )
+
+        async def send(permit: Permit) -> dict[str, Any] | Failed:
             sample.throttled_s += permit.waited_s
             sample.admitted_at = sample.admitted_at or time.monotonic()
             # A request that was sent is paid for, whatever becomes of the row: its answer is written down.
-            attempt = asyncio.ensure_future(self._attempt(sent, sample, permit))
-            result = await asyncio.shield(attempt)
-            if not isinstance(result, Failed):
-                return result
-            await self._after(result, sample)
+            return await asyncio.shield(asyncio.ensure_future(self._attempt(sent, sample, permit)))
+
+        return await ask_until_answered(
+            self._throttle, self._demand(sent), send, partial(self._wait_for_next, failures)
+        )
 
     async def _attempt(
         self, sent: HttpRequest, sample: HttpSample, permit: Permit
@@ -285,24 +288,20 @@ class HttpClient:
         )
         return answered, outcome
 
-    async def _after(self, failed: Failed, sample: HttpSample) -> None:
+    async def _wait_for_next(self, failures: Failures, failed: Failed) -> None:
         """Wait until a failed request may be tried again. Raises the failure with which the row ends if it may not."""
         if self._check_server is not None and failed.kind in (UNREACHABLE, FAILED):
             self._check_server()
         if failed.kind in STOPS:
             raise AdmissionStopped
-        if failed.kind == UNREACHABLE:
-            await asyncio.sleep(_backoff_s(min(sample.count(UNREACHABLE), 5)))
-            return
-        budgets = {
-            LIMITED: self._engine.attempts.limited,
-            FAILED: self._engine.attempts.failed,
-            INVALID: self._engine.attempts.invalid,
-        }
-        if failed.kind not in budgets:
+        is_last = failures.is_last(failed)
+        number = failures.num_by_kind[failed.kind]
+        if failed.kind not in failures.budgets:
             raise failed
-        number = sample.count(failed.kind)
-        if number >= budgets[failed.kind]:
+        if failed.kind == UNREACHABLE:
+            await asyncio.sleep(_backoff_s(min(number, 5)))
+            return
+        if is_last:
             kind = INVALID_FORM if failed.kind == INVALID else ENDPOINT_FAILED
             words = f"{number} attempts: {failed}" if number > 1 else str(failed)
             raise Failed(kind, words, None, failed.usage, failed.columns)

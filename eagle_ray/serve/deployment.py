@@ -27,8 +27,9 @@ from eagle_ray.batch.driver.cluster import nodes
 from eagle_ray.config import ServeConfig, load_serve_config
 from eagle_ray.serve.access import ApiKeys, AtNodeAddress, read_keys
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost
+from eagle_ray.serve.batches.batch_runner import BatchRunner
 from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.replica_client import ReplicaLost
 from eagle_ray.serve.embedding_service import start_service
 from eagle_ray.serve.endpoint_metrics import MetricsAggregator, Snapshot, merged_snapshot
 

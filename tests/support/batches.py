@@ -28,12 +28,13 @@ from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs import lease
 from eagle_ray.runs.lease import hold
 from eagle_ray.runs.run import Run
-from eagle_ray.serve.batches import batch_job, batch_runner, file_store
+from eagle_ray.serve.batches import batch_job, batch_runner, file_store, replica_client
 from eagle_ray.serve.batches.batch_models import BatchRecord
-from eagle_ray.serve.batches.batch_runner import BatchRunner, ReplicaLost, sweep
+from eagle_ray.serve.batches.batch_runner import BatchRunner, sweep
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.batches.file_store import FileStore
 from eagle_ray.serve.batches.line_answers import response_answer
+from eagle_ray.serve.batches.replica_client import ReplicaLost
 
 URL = "/v1/completions"
 CHUNK_BYTES = 2000
@@ -173,8 +174,10 @@ def shorten_runner_intervals(
     in_bucket: fewer times, as each look at a bucket is several requests.
     """
     seconds = 0.1 if in_bucket else 0.02
-    for name in ("LOOK_EVERY_S", "TRY_AGAIN_AFTER_S", "AFTER_LOSS_S", "RETRY_AFTER_ERROR_S"):
+    for name in ("LOOK_EVERY_S", "RETRY_AFTER_ERROR_S"):
         set_value(batch_runner, name, seconds)
+    for name in ("TRY_AGAIN_AFTER_S", "AFTER_LOSS_S"):
+        set_value(replica_client, name, seconds)
     set_value(batch_job, "BATCH_POLL_S", seconds)
     set_value(file_store, "UPLOAD_CHUNK_BYTES", CHUNK_BYTES)
     for name, seconds in {

@@ -1,12 +1,8 @@
-"""BatchRunner: run every open batch as a job in a thread of its own, and send its lines to the replicas.
+"""BatchRunner: run every open batch as a job in a thread of its own, whose lines a ReplicaClient answers.
 
 A batch that is not over has a run (``runs/run.py``). A runner looks for such batches once a second
 and takes the lease of each that no process holds, so a restarted server goes on with what a killed
 one left (``batch_job``).
-
-A line whose replica dies is answered again while no other line is in flight. If MAX_LOST replicas
-have died, the line becomes the error worker_died. The lines that were in flight with it are
-answered.
 
     runner = BatchRunner(store, limits, answer, window=16)
     await runner.run()
@@ -18,36 +14,20 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
-from eagle_ray.batch.worker.crash_isolation import WORKER_DIED
 from eagle_ray.config.serve import BatchesConfig
-from eagle_ray.core.json_text import dump_json
-from eagle_ray.core.shared_lock import SharedExclusiveLock
-from eagle_ray.port.spend import Attempt
-from eagle_ray.requests.answers import line_key
 from eagle_ray.runs.lease import Lease
 from eagle_ray.serve.batches.batch_job import BatchJob, BatchStopped
-from eagle_ray.serve.batches.batch_models import BatchRecord, made_at
+from eagle_ray.serve.batches.batch_models import made_at
 from eagle_ray.serve.batches.batch_store import BatchStore
-from eagle_ray.serve.batches.line_answers import error_answer, response_answer
+from eagle_ray.serve.batches.replica_client import ReplicaClient, Respond
 
 log = logging.getLogger("eagle_ray")
-Respond = Callable[[str, str, bytes], Awaitable[tuple[int, bytes]]]
-"""Answer (owner, endpoint, body) with a status and a body. Raises ReplicaLost if a replica dies in the middle."""
 LOOK_EVERY_S = 1.0
 RETRY_AFTER_ERROR_S = 10.0
-MAX_LOST = 3  # replicas: one with other lines in flight, then two alone
-AFTER_LOSS_S = 2.0  # seconds until Serve sends nothing more to a replica that has died
-TRY_AGAIN = (408, 429, 503)  # statuses that say nothing about a line
-TRY_AGAIN_AFTER_S = 0.5
 SWEEP_EVERY_S = 600.0
 UPLOAD_WITHIN_S = 86_400.0  # an upload that has not ended after so long was killed
-
-
-class ReplicaLost(Exception):
-    """The replica that had the line has died."""
 
 
 class BatchRunner:
@@ -66,10 +46,9 @@ class BatchRunner:
         window: int,
         knows: Callable[[str], bool] = lambda owner: True,
     ):
-        self.store, self.limits, self._respond, self._knows = store, limits, respond, knows
+        self.store, self.limits, self._knows = store, limits, knows
         self.window = window  # maximum number of lines in flight
-        self._slots = asyncio.Semaphore(window)
-        self._isolation = SharedExclusiveLock()
+        self._client = ReplicaClient(respond, window)
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, tuple[BatchJob, threading.Thread]] = {}
         # Monotonic time of the next try, by batch whose last try failed.
@@ -118,7 +97,7 @@ class BatchRunner:
         lease = self._leases.setdefault(id, Lease.of(self.store.work(owner, id)))
         if not lease.try_take():
             return
-        job = BatchJob(self.store, self.limits, self.window, self._answer, loop, lease)
+        job = BatchJob(self.store, self.limits, self.window, self._client.answer, loop, lease)
         lease.on_loss = job.stop
         thread = threading.Thread(target=self._run_job, args=(job, owner, id), daemon=True)
         self._jobs[id] = job, thread
@@ -138,40 +117,6 @@ class BatchRunner:
                 )
         finally:
             del self._jobs[id]
-
-    async def _answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> Attempt:
-        """Return the answer of one line, however long the replicas are busy or away."""
-        if body.get("seed") is None:
-            body = body | {"seed": line_seed(record.id, custom_id)}
-        data = dump_json(body, ensure_ascii=False).encode()
-        num_lost = 0
-        while num_lost < MAX_LOST:
-            try:
-                async with (
-                    self._slots,
-                    self._isolation.exclusive() if num_lost else self._isolation.shared(),
-                ):
-                    status, response = await self._respond(record.owner, record.endpoint, data)
-            except ReplicaLost as error:
-                num_lost += 1
-                log.warning(
-                    "batch %s: the replica that answered %r has died: %s",
-                    record.id,
-                    custom_id,
-                    error,
-                )
-                await asyncio.sleep(AFTER_LOSS_S)
-                continue
-            if status not in TRY_AGAIN:
-                return response_answer(record.id, custom_id, status, response)
-            await asyncio.sleep(TRY_AGAIN_AFTER_S)
-        message = f"{num_lost} replicas died while they answered this line. Shorten its prompt or max_tokens."
-        return error_answer(record.id, custom_id, WORKER_DIED, message)
-
-
-def line_seed(batch_id: str, custom_id: str) -> int:
-    """Return the seed for a line without one. It is derived, so a second run gives equal tokens."""
-    return int(line_key(batch_id, custom_id)[:15], 16)
 
 
 def sweep(store: BatchStore) -> None:

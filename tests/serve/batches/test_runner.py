@@ -11,8 +11,10 @@ from eagle_ray.port.spend import SpendLog
 from eagle_ray.requests.answers import TokenUsage
 from eagle_ray.runs.lease import Lease
 from eagle_ray.serve.batches import batch_job, file_store
+from eagle_ray.serve.batches.batch_models import BatchRecord
 from eagle_ray.serve.batches.batch_runner import sweep
 from eagle_ray.serve.batches.batch_store import BatchStore
+from eagle_ray.serve.batches.replica_client import ReplicaClient
 from eagle_ray.storage.path import StoragePath
 from tests.support.batches import (
     Replicas,
@@ -109,6 +111,15 @@ def test_line_that_kills_its_replica_fails_and_others_succeed(store):
     assert (
         failed["error"]["code"] == "worker_died" and replicas.begun["kill"] == 3 and len(done) == 8
     )
+
+
+def test_error_of_a_lost_response_names_its_own_length(store):
+    record = BatchRecord.new(
+        60, owner="all", endpoint="/v1/responses", input_file_id="f", completion_window="60s"
+    )
+    client = ReplicaClient(Replicas().respond, window=1)
+    answer = asyncio.run(client.answer(record, "a", {"prompt": "kill"}))
+    assert "Shorten its prompt or max_output_tokens." in answer.columns["line"]
 
 
 def test_a_runner_that_is_ended_leaves_the_rest_to_the_next_one(store):
