@@ -1,1 +1,1 @@
-"""The eagle-ray command: main.py, modules with the commands' flags, and those that do the work."""
+"""The eagle-ray command: `main` dispatches, the other modules define flags and do the work of the commands."""

@@ -1,4 +1,4 @@
-"""Flags that several commands have, and the configuration that they make.
+"""Command line flags that several commands share, and the configuration that results from them.
 
 A command adds them to its parser, and reads the configuration from what was parsed:
 
@@ -20,10 +20,10 @@ from eagle_ray.requests.parameters import MAX_TEMPERATURE
 
 
 def add_file_flags(add_argument: Callable[..., Any], description: str) -> None:
-    """Add -c and --set.
+    """Add the flags -c and --set to a parser.
 
     Args:
-        add_argument: a parser's or a group's.
+        add_argument: method add_argument of a parser or a group.
         description: description of the YAML file.
     """
     add_argument("-c", "--config", metavar="FILE", help=f"a YAML file{description}")
@@ -31,7 +31,7 @@ def add_file_flags(add_argument: Callable[..., Any], description: str) -> None:
 
 
 def add_set_flag(add_argument: Callable[..., Any]) -> None:
-    """Add --set."""
+    """Add the flag --set to a parser."""
     add_argument(
         "--set", dest="sets", action="append", default=[], metavar="A.B=C", help="override one key"
     )
@@ -46,7 +46,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bound_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a run's bounds."""
+    """Add the flags of a run's deadline and budget."""
     parser.add_argument(
         "--finish-by",
         metavar="WHEN",
@@ -84,7 +84,7 @@ def config_of(args: argparse.Namespace, defaults: Mapping[str, str] | None = Non
 
 
 def config_of_pair(args: argparse.Namespace) -> JobConfig:
-    """Return a configuration for checking a pair without a job. Raises ConfigError."""
+    """Return a configuration with only target and draft, to check them without a job. Raises ConfigError."""
     config = config_of(args, {"input.path": "embedded:prompts", "output.path": "runs/run"})
     if not config.engine.is_own:
         raise ConfigError(
@@ -100,12 +100,12 @@ def check_comparable(
     sections: Iterable[str],
     ignored: Container[str] = (),
 ) -> None:
-    """Raise ConfigError with the first key in which a configuration differs from the first one.
+    """Raise ConfigError naming the first key in which a configuration differs from the first one.
 
     Args:
         jobs: configurations by name.
-        flag: the flag that named them.
-        why: the reason for which the sections must be equal.
+        flag: flag that named them.
+        why: reason why the sections must be equal.
         ignored: dotted keys that may differ.
     """
     values = {
@@ -124,12 +124,12 @@ def check_comparable(
 
 
 def without_none(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that were used."""
+    """Return the flags that were given, without those that are None."""
     return {key: value for key, value in flags.items() if value is not None}
 
 
 def last_input(inputs: list[str] | None) -> str | None:
-    """Return the last -i and warn about earlier ones, which it replaces."""
+    """Return the value of the last -i, and warn that it replaces earlier ones."""
     if inputs and len(inputs) > 1:
         others = ", ".join(inputs[:-1])
         print(

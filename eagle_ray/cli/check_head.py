@@ -45,9 +45,9 @@ class HeadReport:
     """The result of checking a head.
 
     Attributes:
-        layout: form of its files, by the project that made it.
+        layout: file layout, named after the project that defined it.
         sizes: sizes in its config.json.
-        reads: features of its target that it reads, in words.
+        reads: description of the target's features that it reads.
         target: sizes of the target; None if none was given.
         problem: reason why it cannot be used; None if it can.
     """
@@ -102,10 +102,12 @@ class HeadReport:
 
 
 def check_head(path: Path, target_name: str | None) -> HeadReport:
-    """Return a report on the head in a directory. Raises ConfigError if it is none, or if the target cannot be had.
+    """Return a report on the head in a directory. Raises ConfigError if it is no head, or if the
+    target is not available.
 
     Args:
-        target_name: as model.target; None judges the head by what it says of itself.
+        target_name: name of the target, as for model.target; None checks the head against its own
+            sizes.
     """
     if not path.is_dir():
         raise ConfigError(
@@ -162,7 +164,7 @@ def _files(path: Path) -> dict[str, Any]:
 
 
 def layout_of(raw: Mapping[str, Any], names: Collection[str], path: Path) -> str:
-    """Return the form of a head's files, by the project that made it."""
+    """Return the file layout of a head, named after the project that defined it."""
     if SPECULATORS in raw or "transformer_layer_config" in raw:
         return "speculators"
     if "dflash_config" in raw:

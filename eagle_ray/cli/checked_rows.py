@@ -1,4 +1,4 @@
-"""Rows of a job as `eagle-ray validate` checks them: as sequences, by the tokenizer, without the weights."""
+"""Check a job's rows as a worker would read them, with the target's tokenizer but without its weights."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class CheckedTarget:
     """The parts of a target that `validate` could read.
 
     Attributes:
-        text: None where it has no tokenizer.
-        grammars: None without one.
-        embeddings: makes sequences of rows to embed; None of other tasks.
-        max_model_len: as far as the KV cache of a CPU worker holds it; how much a GPU holds is
-            known only there.
+        text: tokenizer; None if the target has none.
+        grammars: compiler of grammars; None without a tokenizer.
+        embeddings: maker of sequences from rows to embed; None for other tasks.
+        max_model_len: maximum sequence length, as far as a CPU worker's KV cache allows it. A GPU's
+            limit is known only on the GPU.
     """
 
     text: Tokenizer | None
@@ -41,7 +41,7 @@ class CheckedTarget:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """A row and the ids its prompt became, or why it will be an error row, with the error's code."""
+    """A row with its prompt's token ids; or with the error code and message that it will have as an error row."""
 
     request_id: str
     prompt_ids: list[int]
@@ -50,7 +50,7 @@ class CheckedRow:
 
 
 def seen_target(config: JobConfig) -> CheckedTarget:
-    """Return the parts of a job's target that can be read without its weights. Raises ConfigError."""
+    """Read the parts of a job's target that need no weights. Raises ConfigError."""
     text, limits = load_tokenizer(config.model), model_limits(config.model)
     grammars = (
         None if text is None else GrammarCompiler(text.to_json, limits.vocab_size, text.eos_ids)
@@ -61,10 +61,10 @@ def seen_target(config: JobConfig) -> CheckedTarget:
 
 
 def checked_row(request: Request, config: JobConfig, seen: CheckedTarget | None) -> CheckedRow:
-    """Return a row as a worker will read it.
+    """Parse and tokenize a row as a worker will.
 
     Args:
-        seen: None if the target cannot be reached from here.
+        seen: parts of the target; None if it cannot be reached from here.
     """
     try:
         if seen is not None and seen.embeddings is not None:

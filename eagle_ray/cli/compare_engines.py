@@ -1,7 +1,7 @@
 """Compare engines on the same rows: ``eagle-ray compare --engines own.yaml,vllm.yaml -i IN -o OUT``.
 
-Each configuration is a job of its own, whose output is a directory of OUT with the file's name. So
-what is there already is not asked for again, and a comparison that was interrupted goes on.
+Each configuration is a job, whose output is a directory of OUT named after the file. So existing
+rows are not generated again, and an interrupted comparison resumes.
 
     jobs = engine_jobs(["own.yaml", "vllm.yaml"], "runs/engines", [], {"input.limit": 100})
     print(engines_table(run_engines(jobs)))
@@ -32,14 +32,14 @@ EQUAL_SECTIONS = ("task", "seed", "input", "sampling", "chat")  # sections that 
 def engine_jobs(
     files: Sequence[str], output: str, sets: Sequence[str], flags: Mapping[str, Any]
 ) -> dict[str, JobConfig]:
-    """Return the job of each configuration file, by the file's name without its ending.
+    """Return the job of each configuration file, by the file's name without its extension.
 
-    Raises ConfigError if a file is wrong, if two have one name, or if they differ in what must be
-    equal.
+    Raises ConfigError if a file is wrong, if two have one name, or if they differ in keys that must
+    be equal.
 
     Args:
-        output: the directory in which each job has its output.
-        sets: values that all of them take, as --set does.
+        output: directory that contains the output of each job.
+        sets: values for all of them, as in --set.
         flags: values of named flags, by dotted key.
     """
     names = [PurePath(file).stem for file in files]
@@ -57,7 +57,7 @@ def engine_jobs(
 
 
 def run_engines(jobs: Mapping[str, JobConfig]) -> list[dict[str, Any]]:
-    """Run the jobs one after the other, and return the numbers of each. Raises as `run_job` does."""
+    """Run the jobs one after the other, and return the results of each. Raises as `run_job` does."""
     runs: list[EngineRun] = []
     for name, config in jobs.items():
         log.info("%s: %s", name, config.output.path)

@@ -64,14 +64,14 @@ def evaluate(
     batch: int,
     per_task: int | None,
 ) -> dict[str, Any]:
-    """Return every number of the comparison, as JSON.
+    """Compare draft methods on the job's rows, and return all results as JSON.
 
     Raises ConfigError for unusable names, rows or models.
 
     Args:
-        names: methods; None is all that the configured pair allows.
-        batch: sequences decoded together.
-        per_task: most prompts per task.
+        names: names of methods; None is all that the configured pair allows.
+        batch: number of sequences decoded together.
+        per_task: maximum prompts per task.
     """
     config = with_chosen_draft(config)
     ways = parse_methods(
@@ -89,7 +89,7 @@ def evaluate_ways(
     batch: int,
     per_task: int | None,
 ) -> dict[str, Any]:
-    """Return every number of the comparison of these methods, plain decoding first. Raises as evaluate does."""
+    """Compare these methods with plain decoding, which comes first in the results. Raises as evaluate does."""
     for way in ways:
         check_models(way.model(config.model), way.speculative)
     questions = list(_questions(config, per_task))

@@ -30,9 +30,11 @@ KEYS_OF_PAIR = ("model.draft",)  # but for these keys
 def evaluate_pairs(
     configs: Sequence[JobConfig], temperatures: Sequence[float], batch: int, per_task: int | None
 ) -> dict[str, Any]:
-    """Return every number of the comparison, by target. Raises ConfigError as compare_methods.evaluate does.
+    """Compare the pairs of several configurations, and return all results by target. Raises as
+    compare_methods.evaluate does.
 
-    Raises ConfigError, too, if two configurations have one name, or differ in what must be equal.
+    Raises ConfigError, too, if two configurations have one name, or differ in keys that must be
+    equal.
     """
     names = Counter(config.name for config in configs)
     if repeated := [name for name, count in names.items() if count > 1 or name == PLAIN_NAME]:
@@ -58,7 +60,7 @@ def evaluate_pairs(
 
 
 def pairs_text(numbers: dict[str, Any]) -> str:
-    """Return the tables of each target, and one with a line for each pair."""
+    """Return the results as text: the tables of each target, and one with a line for each pair."""
     return "\n\n".join([*map(evaluation_text, numbers["targets"]), pairs_table(numbers)])
 
 

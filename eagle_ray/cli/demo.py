@@ -66,7 +66,7 @@ SLOWER = (
 
 @dataclass(frozen=True, slots=True)
 class DemoPair:
-    """A pair for the demo.
+    """Target and draft of the demo.
 
     Attributes:
         settings: configuration keys for the pair and its questions.
@@ -94,7 +94,7 @@ def demo_pair() -> DemoPair:
 
 
 def demo_config(output: StoragePath, pair: DemoPair) -> JobConfig:
-    """Return the demo's settings, without environment variables."""
+    """Return the demo's configuration, which ignores environment variables."""
     return load_config(
         None, env={}, overrides=SETTINGS | pair.settings | {"output.path": str(output)}
     )

@@ -1,15 +1,15 @@
 """Estimate a job's duration and cost: decode a sample of its rows here (`validate --estimate`).
 
-The engine is the job's, with its slots kept full as in a long job: rows of the sample are decoded
-among others until the last of them is done. A row costs the time that it holds a slot, so a job
-takes the sum over its rows, divided by all slots, and then the time in which its last rows drain.
-As many other rows are decoded first, to warm the planner up. The interval is over the rows that
-were drawn.
+The engine is the job's, with its slots kept full as in a long job: the sampled rows are decoded
+among other rows until the last of them is done. A row costs the time that it occupies a slot, so a
+job takes the sum over its rows, divided by all slots, plus the time in which its last rows drain.
+Before the sample, an equal number of other rows warms the planner up. The interval is over draws of
+the sample.
 
     estimate = estimate_job(config, num_sampled=32)
     estimate["seconds"]      # [412.0, 371.5, 460.2]: expected, low and high of 95 %
 
-``_estimate.json`` in the output keeps the numbers, and the run shows them next to what it took.
+``_estimate.json`` in the output stores the estimate, and the run shows it next to the real numbers.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class SampledRow:
     """A row of the sample.
 
     Attributes:
-        slot_s: seconds that each of its samples held a slot.
-        lengths: tokens of each of its outputs; none if they are not known.
+        slot_s: seconds that each of its samples occupied a slot.
+        lengths: tokens of each of its outputs; empty if unknown.
         prompt_tokens: tokens of its prompt.
     """
 
@@ -74,7 +74,7 @@ class SampledRow:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its outputs."""
+        """Return the total tokens of its outputs."""
         return sum(self.lengths)
 
 
@@ -83,7 +83,7 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     and ConfigError if no row can be answered.
 
     Args:
-        num_sampled: rows; None is two per slot, at least MIN_SAMPLED.
+        num_sampled: number of rows; None is two per slot, at least MIN_SAMPLED.
     """
     plan = plan_input(config)
     workers = _workers(config, plan.num_rows)
@@ -192,10 +192,11 @@ def measure(
     bundle: EngineBundle,
     concurrent: int,
 ) -> list[SampledRow]:
-    """Decode the rows, `concurrent` sequences at a time, and return each row's slot seconds and tokens.
+    """Decode the sampled rows, `concurrent` sequences at a time, and return each row's slot seconds and tokens.
 
-    The others come before them, because a new planner first tries drafts out, and after them, so
-    that slots stay full until the last row is done. A row that cannot be answered takes no time.
+    Other rows are decoded before them, because a new planner first tries drafts out, and after
+    them, so that slots stay full until the last sampled row is done. A row that cannot be answered
+    takes no time.
     """
     engine = bundle.engine
     wanted = [list(_sequences(row, config, bundle)) for row in rows]
@@ -226,7 +227,8 @@ def measure(
 def job_seconds(
     sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int
 ) -> list[float]:
-    """Return the seconds of decoding num_rows such rows: expected, low, high (95 %)."""
+    """Return the seconds of decoding num_rows rows like the sample: expected value, and the ends of
+    the 95 % interval."""
     rows_per_worker = max(1, round(num_rows / workers))
     if rows_per_worker > MAX_SIMULATED:
         return scaled([sum(row.slot_s) for row in sampled], rows_per_worker / slots)
@@ -237,9 +239,9 @@ def job_seconds(
 def drawn_seconds(
     sampled: Sequence[SampledRow], num_rows: int, workers: int, slots: int
 ) -> list[float]:
-    """Return the seconds of decoding num_rows such rows in ESTIMATE_RESAMPLES draws of the sample, in order.
+    """Return the seconds of decoding num_rows rows in ESTIMATE_RESAMPLES bootstrap draws of the sample, sorted.
 
-    Of a long job the draws are those of a normal distribution, since its sum over rows is one.
+    For a long job the draws come from a normal distribution, which a sum over many rows follows.
     """
     rows_per_worker = max(1, math.ceil(num_rows / workers))
     if rows_per_worker > MAX_SIMULATED:
@@ -257,18 +259,18 @@ def drawn_seconds(
 
 
 def tokens_per_s(sampled: Sequence[SampledRow], slots: int) -> float | None:
-    """Return the tokens a second of one worker with full slots."""
+    """Return the output tokens per second of one worker with full slots."""
     slot_s = sum(sum(row.slot_s) for row in sampled)
     return slots * sum(row.tokens for row in sampled) / slot_s if slot_s else None
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which this share of ordered values lies."""
+    """Return a quantile of sorted values."""
     return ordered[round(share * (len(ordered) - 1))]
 
 
 def drain_time(slot_s: Sequence[float], slots: int) -> float:
-    """Return the time after which all of these are done, if each takes the first slot that is free, in order."""
+    """Return the time until all of these durations are over, if each in order takes the first free slot."""
     free_at = [0.0] * slots
     for seconds in slot_s:
         heapq.heapreplace(free_at, free_at[0] + seconds)
@@ -276,7 +278,7 @@ def drain_time(slot_s: Sequence[float], slots: int) -> float:
 
 
 def scaled(values: Sequence[float], factor: float) -> list[float]:
-    """Return the mean of these rows times a factor, with the low and the high end of its 95 % interval."""
+    """Return the rows' mean times a factor, with the ends of its 95 % interval."""
     mean = statistics.fmean(values)
     error = 0.0
     if len(values) > 1:

@@ -45,8 +45,8 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
 
     Args:
         to: openai-batch or csv.
-        partial: export an unfinished run as far as it is.
-        overwrite: replace an existing target, unless it is the run's own file.
+        partial: whether an unfinished run may be exported.
+        overwrite: whether to replace an existing target, unless it is the run's own file.
     """
     state, data = state_of(run), data_of(run)
     record = state.record

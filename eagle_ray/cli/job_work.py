@@ -1,10 +1,10 @@
-"""JobWork: what a job's rows ask of a worker, on whatever card: prompts, lengths of outputs, acceptance of drafts.
+"""JobWork: a job's work independent of the hardware: prompt lengths, output lengths, acceptance of drafts.
 
     work = JobWork.of(config, plan)
-    work.rows_at(step, slots=64)            # the sample's rows, with the seconds that each holds a slot
+    work.rows_at(step, slots=64) # the sample's rows, with the seconds that each holds a slot
 
-It is measured if ``_estimate.json`` is there for this configuration (`eagle-ray validate --estimate`).
-Otherwise each output is taken to be as long as it may be, and drafts are left out.
+It is measured if ``_estimate.json`` exists for this configuration (`eagle-ray validate
+--estimate`). Otherwise outputs are assumed to have their maximum length, without drafts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ MEASURE = "`eagle-ray validate --estimate` measures them, on any machine that ru
 
 @dataclass(frozen=True, slots=True)
 class JobWork:
-    """What the rows ask for.
+    """Lengths and acceptance of a job's rows, measured on a sample or assumed.
 
     Attributes:
-        rows: a sample, without seconds.
+        rows: a sample of rows, without seconds.
         num_rows: rows of the input.
-        acceptance: None if drafts are left out.
-        are_lengths_measured: whether outputs were decoded, and not only their limit is known.
+        acceptance: acceptance of drafts; None to assume plain decoding.
+        are_lengths_measured: whether outputs were decoded, rather than assumed to have their limit.
         has_drafts: whether the job's method drafts.
     """
 
@@ -74,7 +74,7 @@ class JobWork:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether all of it is measured."""
+        """Return whether lengths and, if the job drafts, acceptance are measured."""
         return self.are_lengths_measured and (self.acceptance is not None or not self.has_drafts)
 
     @property
@@ -94,12 +94,13 @@ class JobWork:
         return statistics.fmean(row.prompt_tokens for row in self.rows)
 
     def outputs(self, workers: int) -> int:
-        """Return the outputs that each of several workers makes."""
+        """Return how many outputs each of several workers makes."""
         per_row = statistics.fmean(len(row.lengths) for row in self.rows)
         return max(1, math.ceil(self.num_rows * per_row / workers))
 
     def full_batch(self, slots: int) -> FullBatch:
-        """Return a batch of full slots: a long row is in a slot for longer, and half of it is there in the mean."""
+        """Return a batch with all slots in use. Long rows are in it for longer, and on average half
+        of a row is done."""
         tokens = cached = 0.0
         for row in self.rows:
             for length in row.lengths:
@@ -108,9 +109,10 @@ class JobWork:
         return FullBatch(slots, round(slots * cached / max(tokens, 1.0)))
 
     def rows_at(self, step: SteadyStep, slots: int) -> list[SampledRow]:
-        """Return the rows with the seconds that each output holds one of the slots.
+        """Return the rows with the seconds that each output occupies one of the slots.
 
-        Prompts of all slots are read in the passes that decode, so each slot waits for all of them.
+        Prompts of all slots are computed in the passes that decode, so each slot waits for all of
+        them.
         """
         token_s = step.seconds / step.tau
         rows = []
@@ -121,7 +123,7 @@ class JobWork:
         return rows
 
     def lines(self) -> list[str]:
-        """Return where lengths and acceptance come from."""
+        """Return report lines on whether lengths and acceptance were measured or assumed."""
         kinds = "measured" if self.are_lengths_measured else "planned"
         source = f"by {len(self.rows)} rows in {ESTIMATE}"
         if not self.are_lengths_measured:

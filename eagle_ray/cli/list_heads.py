@@ -41,11 +41,11 @@ MAX_NAME_CHARS = 200  # characters of a name that is not known
 
 @dataclass(frozen=True, slots=True)
 class HeadsOfTarget:
-    """The heads of one target.
+    """The published heads of one target.
 
     Attributes:
-        title: what is known of the target, as a sentence without its end.
-        candidates: in the order in which model.draft: auto prefers them.
+        title: description of the target, as a sentence without its full stop.
+        candidates: heads in the order in which model.draft: auto tries them.
     """
 
     title: str
@@ -93,13 +93,14 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
 
 
 def heads_text(target: str | None) -> str:
-    """Return the heads of a target, of a family, or all. Raises ConfigError for a target that is not known."""
+    """Return the heads of a target, of a family, or of the whole catalogue, as text. Raises
+    ConfigError for an unknown target."""
     blocks = [heads.text() for heads in find_heads(target)]
     return "\n\n".join(blocks)
 
 
 def heads_json(target: str | None) -> str:
-    """Return the heads that `heads_text` lists, as JSON. Raises ConfigError for a target that is not known."""
+    """Return what `heads_text` lists, as JSON. Raises ConfigError for an unknown target."""
     objects = [row for heads in find_heads(target) for row in heads.as_json()]
     return dump_json(objects, indent=2)
 
@@ -107,7 +108,7 @@ def heads_json(target: str | None) -> str:
 def find_heads(target: str | None) -> list[HeadsOfTarget]:
     """Return the heads of a repository, a directory, a GGUF file or a family; None is the whole catalogue.
 
-    Raises ConfigError for a target that is not known.
+    Raises ConfigError for an unknown target.
     """
     if target is None:
         return [_own_heads(each) for each in catalogue()]

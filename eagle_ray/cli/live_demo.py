@@ -1,7 +1,7 @@
 """The first part of the demo: questions answered by EAGLE-2 and by plain decoding in turns, shown as they are answered.
 
-Both run in this process over the same weights, one sequence at a time, and which one answers first
-alternates. So a machine that is busy for a while is busy for both, and the ratio means something.
+Both run in this process on one copy of the weights, one sequence at a time, and take turns in
+answering first. So a machine that is busy for a while slows both, and their ratio stays meaningful.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LiveResult:
 
     Attributes:
         table: speeds and tau by category.
-        tree: the draft tree of which the most was accepted; empty if nothing was drafted.
-        identity: how many outputs are plain decoding's.
-        speed_up: over plain decoding, the geometric mean of the questions'.
+        tree: draft tree with the most accepted tokens; empty if nothing was drafted.
+        identity: number of outputs that equal plain decoding's.
+        speed_up: speed-up over plain decoding, as the geometric mean over the questions.
         tokens_per_s, plain_tokens_per_s: speed over all questions, with drafts and without.
     """
 
@@ -73,12 +73,12 @@ class LiveResult:
 
 
 def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResult:
-    """Answer the rows of the input one by one and write each answer while it is made.
+    """Answer the rows of the input one by one and print each answer while it is generated.
 
     Raises ConfigError for models or rows that cannot be used.
 
     Args:
-        per_category: only the first rows of each category.
+        per_category: maximum rows of each category, the first ones.
     """
     text = load_tokenizer(config.model)
     assert text is not None, "the demo's pairs have tokenizers"

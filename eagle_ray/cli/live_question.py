@@ -1,4 +1,4 @@
-"""A question of the demo: how it is asked as a new sequence, and how its answer is written while it grows."""
+"""LiveQuestion and AnswerPrinter: a question of the demo as a sequence, and its answer printed while it grows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN_CHARACTERS = 200  # characters of a question
 
 
 class LiveQuestion:
-    """A row of the input: its category, its last message, and how to ask it as a new sequence."""
+    """A row of the demo's input: its category, its last message, and a function that makes a new sequence of it."""
 
     def __init__(self, request: Request, config: JobConfig, text: Tokenizer):
         self._request, self._config, self._text = request, config, text
@@ -35,7 +35,7 @@ class LiveQuestion:
 
 
 class AnswerPrinter:
-    """Writes a sequence's text as it grows."""
+    """Prints a sequence's text as it grows."""
 
     def __init__(self, sequence: engine_sequence.Sequence, text: Tokenizer, write: Write):
         self._sequence, self._write = sequence, write

@@ -219,7 +219,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def check_address_space(library: str) -> str:
-    """Return a warning if the limit may be too small for the library, "" if it is ample or absent.
+    """Check the shell's limit on address space. Return a warning if it may be too small for the library, else "".
 
     Raises ClusterUnfit if the limit is below what the library needs.
     """
@@ -234,7 +234,7 @@ def check_address_space(library: str) -> str:
 
 
 def out_of_memory_words(error: Exception) -> str:
-    """Return one line for an error that reports exhausted memory, "" for other errors."""
+    """Return one line for an error that reports exhausted memory, or "" for other errors."""
     reason = str(error).strip().partition("\n")[0]
     if not isinstance(error, MemoryError) and not LIMITED_MEMORY.search(reason):
         return ""

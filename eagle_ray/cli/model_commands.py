@@ -104,9 +104,10 @@ def _bench_cost(args: argparse.Namespace) -> int:
 
 
 def bench_costs(config: JobConfig, threads: int | None) -> str:
-    """Measure a job's pair, keep the costs for runs with as many CPU threads (None: torch's default), and show them.
+    """Measure the step costs of a job's pair, store them for later runs, and show them.
 
-    Raises ConfigError as build_engine_from_config does, and for a job without drafts.
+    The costs hold for this number of CPU threads (None: torch's default). Raises ConfigError as
+    build_engine_from_config does, and for a job without drafts.
     """
     import torch
 

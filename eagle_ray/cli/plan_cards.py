@@ -1,10 +1,10 @@
-"""plan: which of several clusters would answer a job in time, and what it would cost there.
+"""plan: predict for several clusters when a job would end there and what it would cost.
 
     print(plan_text(config, parse_gpus("h100:8,l40s:16"), parse_prices("h100=2.5,l40s=0.8")))
 
-The costs of steps on a card are those that a start on such a card has measured, if this machine or
-the run's directory keeps some. Otherwise they are planned from the card's published figures. Each
-number of workers then has its end and its price by the rules of `validate --estimate`.
+Step costs on a card are measured ones, if this machine or the run's directory has some of a start
+on such a card. Otherwise they are estimated from the card's data sheet. The end and the price for
+each number of workers are computed as for `validate --estimate`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLANNED = "~"  # before a number that is planned in any part
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster to plan for: `num_cards` GPUs of one kind. `name` is the kind's name, as it was given."""
+    """A cluster to plan for: `num_cards` GPUs of one kind, whose `name` is as the user gave it."""
 
     name: str
     card: Card
@@ -54,13 +54,13 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """A plan of a job on a cluster: the costs of its steps, and its end and price by number of workers.
+    """Predictions for a job on one cluster.
 
     Attributes:
-        slots: sequences of a worker that run at once.
-        step: a step of a worker whose slots are full.
-        is_measured: whether its costs of steps were measured.
-        counts: ends and prices by the number of workers.
+        slots: number of sequences that a worker runs at once.
+        step: predicted step of a worker whose slots are full.
+        is_measured: whether the step costs were measured.
+        counts: end and price by the number of workers.
     """
 
     cluster: Cluster
@@ -72,16 +72,16 @@ class ClusterPlan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens a second of a worker."""
+        """Return the output tokens per second of one worker."""
         return self.slots * self.step.tau / self.step.seconds
 
     def shown(self, bounds: RunBounds) -> WorkerCount:
-        """Return the line of the table to show: the fewest workers within the bounds, or all of them if none are."""
+        """Return the number of workers to show: the fewest that meet the bounds, or all if none do."""
         return self.counts.cheapest(bounds) or self.counts.with_workers(self.counts.largest)
 
     @property
     def source(self) -> str:
-        """Return where the costs of steps come from."""
+        """Return a text on whether the step costs were measured or estimated."""
         card = self.cluster.card
         if self.is_measured:
             return f"steps    measured: {card.name}, by an earlier start on such a card"
@@ -92,7 +92,7 @@ class ClusterPlan:
 
 
 def parse_gpus(text: str) -> list[Cluster]:
-    """Return the clusters of NAME:NUMBER,... Raises ConfigError."""
+    """Parse clusters from NAME:NUMBER,... Raises ConfigError."""
     clusters = []
     for part in text.split(","):
         name, _, count = part.strip().partition(":")
@@ -104,7 +104,7 @@ def parse_gpus(text: str) -> list[Cluster]:
 
 
 def parse_prices(texts: Sequence[str], clusters: Sequence[Cluster]) -> dict[str, float]:
-    """Return dollars for a GPU hour by the card's name, of texts such as h100=2.5,l40s=0.8. Raises ConfigError."""
+    """Parse dollars per GPU hour, by card name, from texts such as h100=2.5,l40s=0.8. Raises ConfigError."""
     prices = {}
     for part in ",".join(texts).split(",") if texts else []:
         name, _, dollars = part.strip().partition("=")
@@ -124,10 +124,10 @@ def parse_prices(texts: Sequence[str], clusters: Sequence[Cluster]) -> dict[str,
 
 
 def plan_text(config: JobConfig, clusters: Sequence[Cluster], prices: Mapping[str, float]) -> str:
-    """Return the table of clusters and what it is made of. Raises ConfigError.
+    """Return the table of clusters, and lines on the assumptions behind it. Raises ConfigError.
 
     Args:
-        prices: dollars for a GPU hour, by the card's name.
+        prices: dollars per GPU hour, by the card's name.
     """
     now = datetime.now(timezone.utc)
     bounds = RunBounds.of(config.execution, now)

@@ -30,7 +30,8 @@ from eagle_ray.storage.path import StoragePath
 
 
 def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
-    """Write the run's report and return its table, both with the scores. Raises ConfigError if there is no run.
+    """Write the run's HTML report and return its table, both with scores if there are any. Raises
+    ConfigError without a run.
 
     A report that cannot be written, as on a read-only file system, is mentioned below the table.
     """
@@ -45,17 +46,17 @@ def review(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
 
 
 def review_json(output: StoragePath, scores: dict[str, Any] | None = None) -> str:
-    """Return every number of the report, and of the scores."""
+    """Return all numbers of the report, and of the scores, as JSON."""
     return dump_json(load_summary(output) | {"scores": scores}, indent=2)
 
 
 def comparison(run_a: StoragePath, run_b: StoragePath) -> str:
-    """Return two runs over equal rows as a table, and where their outputs differ."""
+    """Compare two runs over equal rows. Return a table, and where their outputs differ."""
     return f"A: {run_a}, B: {run_b}\n{side_by_side_table(compared(run_a, run_b))}"
 
 
 def comparison_json(run_a: StoragePath, run_b: StoragePath) -> str:
-    """Return every number of the comparison, and every row that differs."""
+    """Return all numbers of the comparison, and every row that differs, as JSON."""
     return dump_json(compared(run_a, run_b), indent=2)
 
 
@@ -79,7 +80,7 @@ def compared(run_a: StoragePath, run_b: StoragePath) -> dict[str, Any]:
 
 
 def load_summary(output: StoragePath) -> dict[str, Any]:
-    """Return ``_summary.json`` of a finished run, or compute it now for another. Raises ConfigError."""
+    """Return ``_summary.json`` of a finished run, or compute the summary of an unfinished one. Raises ConfigError."""
     state = state_of(output)
     if state.is_complete and (summary := stored_summary(output)):
         return summary

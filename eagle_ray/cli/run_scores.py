@@ -48,15 +48,15 @@ def run_scores(
     pass_at: float | None = None,
     answer_pattern: str | None = None,
 ) -> dict[str, Any] | None:
-    """Return the scores of a run's samples, or None if it has no column of SAMPLE_SCORE_COLUMNS and none is named.
+    """Return the scores of a run's samples; None if no column is named and the run has none of SAMPLE_SCORE_COLUMNS.
 
     Args:
-        score: the column, for example text for a judge's answers.
+        score: column of the scores, for example text for a judge's answers.
         source: a run that judged this one, or a file with the columns request_id, sample_index and
             the score.
-        pass_at: the least score that passes.
-        answer_pattern: the majority vote compares its first group, or its match, in the text; the
-            whole text without.
+        pass_at: minimum score that passes.
+        answer_pattern: regular expression for the majority vote, which compares its first group, or
+            its match; without it the whole text.
 
     Raises ConfigError naming a column, file or pattern that does not fit.
     """

@@ -135,7 +135,7 @@ def start_serve(host: str, port: int) -> None:
 
 
 def failed_start(error: str, messages: Iterable[str]) -> Exception:
-    """Return the error of an application that did not start.
+    """Return the error for an application that did not start.
 
     Args:
         messages: Serve's message about each deployment. Its last line is the error of replicas that
@@ -162,7 +162,7 @@ def _welcome(config: ServeConfig, has_keys: bool) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigError where the address cannot be had: Serve's proxy would try for minutes."""
+    """Raise ConfigError if the address cannot be bound; Serve's proxy would retry for minutes."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

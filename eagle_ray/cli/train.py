@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def train(config: TrainConfig) -> str:
-    """Run the whole configuration and return the message for the end. Raises ConfigError."""
+    """Run all steps of a training configuration and return the final message. Raises ConfigError."""
     paths = _paths(config)
     if config.training.workers > 1:
         record = _train_on_workers(config, paths)
@@ -69,7 +69,7 @@ def _train_on_workers(config: TrainConfig, paths: list[str]) -> dict[str, Any]:
 
 
 def ending(record: dict[str, Any]) -> str:
-    """Return a summary of the training, and the command that uses the head."""
+    """Return a summary of the training, and the command that uses the trained head."""
     held_out = record["curves"].get("held_out", [])
     tau = held_out[-1][1]["tau"] if held_out else None
     output = StoragePath.of(record["config"]["output"]["path"]).display_path
@@ -136,7 +136,7 @@ def _answer_prompts(config: TrainConfig) -> str:
 def batch_job(
     config: TrainConfig, source: StoragePath, output: StoragePath, sampling: dict[str, Any]
 ) -> JobConfig:
-    """Return a job of the target over rows of `source`."""
+    """Return the configuration of a batch job in which the target answers the rows of `source`."""
     target, answers = config.model, config.data.answers
     values = {
         "name": f"{config.name}-{output.name}",
@@ -195,9 +195,9 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
 
 
 def distinct_turns(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield prompts for training data from the user turns that the target wrote, in the order of their ids.
+    """Yield distinct prompts from the user turns that the target wrote, in the order of their ids.
 
-    Each different turn is one prompt. Unfinished and very short turns are left out.
+    Unfinished and very short turns are left out.
     """
     texts: dict[str, str] = {}
     for row in sorted(rows, key=lambda row: row["request_id"]):

@@ -1,13 +1,13 @@
 """validate: check a job and show what it would do, without Ray and without loading a model.
 
-The rows, the tokenizer and the checks are the job's own, so that what passes here is what the job
-will see. If a model is not on this machine and the hub does not answer, everything else is checked,
-and the report says what was not.
+Rows, tokenizer and checks are the job's own, so a row that passes here passes in the job. If a
+model is not on this machine and the hub does not answer, everything else is checked, and the report
+lists what was not.
 
     print(validate(load_config("configs/demo.yaml")))      # input    96 rows in 1 file ...
 
-The grammars of all rows are compiled, each once, within a time limit. A grammar is known by the
-columns that say what an output must be. Tools' grammars are compiled for the first rows only.
+The grammars of all rows are compiled, each once, within a time limit. Rows with equal values in the
+columns of structured output share a grammar. Tools' grammars are compiled for the first rows only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ MAX_SHOWN = 20  # grammars that do not compile
 
 
 def validate(config: JobConfig, draft_line: str | None = None) -> str:
-    """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged."""
+    """Check a job and return a report. Raises ConfigError if it could not run or if every row is
+    bad, and OutputDamaged."""
     plan = plan_for_validation(config).input
     if resolve_address(config.execution.ray_address) == LOCAL:
         temporary_directory()
@@ -150,7 +151,7 @@ def _model(config: JobConfig) -> str:
 
 
 def output_section(plan: InputPlan, config: JobConfig) -> str:
-    """Check that the output is writable, and report what a run would find in it. Leaves no file behind."""
+    """Check that the output is writable, and return the lines on what a run would find in it. Leaves no file behind."""
     output = output_of(config)
     with wrap_os_errors(output):
         output.check_writable()
@@ -188,8 +189,8 @@ class GrammarCheck:
     Attributes:
         num_rows: rows with a grammar.
         num_compiled: distinct grammars that were tried.
-        num_skipped: rows whose grammar was not tried, for time was up.
-        bad: by the grammar's digest.
+        num_skipped: rows whose grammar was not tried because time was up.
+        bad: grammars that do not compile, by their digest.
     """
 
     num_rows: int = 0
@@ -198,7 +199,7 @@ class GrammarCheck:
     bad: dict[bytes, BadGrammar] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return the lines of the report; none without grammars."""
+        """Return the lines of the report; empty without grammars."""
         if not self.num_rows:
             return []
         verdict = f"{len(self.bad)} do not compile" if self.bad else "all compile"

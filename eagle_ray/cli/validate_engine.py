@@ -1,4 +1,4 @@
-"""validate of a job of another engine: what a run would send, what it would refuse, and one real row.
+"""validate a job whose rows another engine answers: show what a run would send and refuse, and send one real row.
 
 print(validate_engine(config))      # input    96 rows in 1 file ...
 """
@@ -19,7 +19,8 @@ from eagle_ray.requests.request import Request
 
 
 def validate_engine(config: JobConfig) -> str:
-    """Return a report. Raises ConfigError if the job could not run or if every row is bad, and OutputDamaged.
+    """Check a job and return a report. Raises ConfigError if it could not run or if every row is
+    bad, and OutputDamaged.
 
     The first good row is sent as the job would send it.
     """

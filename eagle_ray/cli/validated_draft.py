@@ -1,4 +1,4 @@
-"""Choose the head of a job that `eagle-ray validate` checks, as the job does, if model.draft is auto."""
+"""Choose the head of a job that `eagle-ray validate` checks, if model.draft is auto, as the job would."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from eagle_ray.config.models import with_draft
 
 
 def draft_to_validate(config: JobConfig) -> tuple[JobConfig, str | None]:
-    """Return the configuration with a name or null in place of auto, and a line about the choice.
+    """Return the configuration with model.draft auto replaced by a name or null, and a line about the choice.
 
     The line is None if the configuration names a draft. If the target is not on this machine, the
     line names the heads that the catalogue has for it. Raises as choose_draft does.

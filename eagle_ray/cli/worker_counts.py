@@ -1,7 +1,7 @@
 """Predict when a job ends and what it costs for each number of workers.
 
-`validate --estimate` has the seconds of its rows from a sample that was decoded here, and takes the
-workers to be like the one that decoded it. `plan` has them from the costs of steps on a card.
+The seconds per row come from a sample decoded here (`validate --estimate`, which assumes that
+workers resemble this machine), or from the costs of steps on a card (`plan`).
 
     counts = WorkerCounts(lambda workers: sampled, num_rows=20_000, slots=16, start_s=40.0,
                           per_worker_hour=3.9, now=now)
@@ -32,12 +32,12 @@ NUM_SPEEDS = 9  # for each draw of rows
 
 @dataclass(frozen=True, slots=True)
 class WorkerCount:
-    """The predicted end and cost of a job with a number of workers.
+    """Predicted end and cost of a job with a given number of workers.
 
     Attributes:
-        ends_at: when half of the draws have ended.
-        likely_at, surely_at: when the shares LIKELY and SURE of them have.
-        dollars: at SURE; None without a price.
+        ends_at: time by which half of the draws have ended.
+        likely_at, surely_at: times by which the shares LIKELY and SURE of the draws have ended.
+        dollars: cost at surely_at; None without a price.
     """
 
     workers: int
@@ -47,27 +47,27 @@ class WorkerCount:
     dollars: float | None
 
     def is_in_time(self, bounds: RunBounds) -> bool:
-        """Return whether the job is done by its deadline, in all but a few draws."""
+        """Return whether the job is done by its deadline in all but a few draws."""
         return bounds.finish_by is None or self.surely_at <= bounds.finish_by
 
     def holds(self, bounds: RunBounds) -> bool:
-        """Return whether the job is done in time and for its money, in all but a few draws."""
+        """Return whether the job meets its deadline and its budget in all but a few draws."""
         is_paid = bounds.max_dollars is None or (self.dollars or 0.0) <= bounds.max_dollars
         return is_paid and self.is_in_time(bounds)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """A job, by its number of workers.
+    """Predicts the end and the cost of a job for each number of workers.
 
     Attributes:
-        rows_with: rows as they go with this many workers.
+        rows_with: returns rows with the seconds that they take with this many workers.
         slots: slots of a worker.
         start_s: seconds until a worker answers its first row.
-        per_worker_hour: dollars; None without a price.
-        now: when the job starts.
-        deviation: relative standard deviation of the speed, next to the draws of rows.
-        max_workers: most workers that there are.
+        per_worker_hour: dollars per worker and hour; None without a price.
+        now: start time of the job.
+        deviation: relative standard deviation of the speed, in addition to the draws of rows.
+        max_workers: maximum number of workers.
     """
 
     rows_with: Callable[[int], Sequence[SampledRow]]
@@ -81,11 +81,11 @@ class WorkerCounts:
 
     @property
     def largest(self) -> int:
-        """Return the largest number that is looked at: more workers than rows have nothing to do."""
+        """Return the largest number of workers to consider: more workers than rows would be idle."""
         return max(1, min(self.max_workers, self.num_rows))
 
     def with_workers(self, workers: int) -> WorkerCount:
-        """Predict when the job ends and what it costs with this many workers."""
+        """Predict the end and the cost of the job with this many workers."""
         rows = self.rows_with(workers)
         draws = spread(drawn_seconds(rows, self.num_rows, workers, self.slots), self.deviation)
         middle, likely, sure = (
@@ -100,7 +100,7 @@ class WorkerCounts:
         return WorkerCount(workers, ends_at, likely_at, surely_at, dollars)
 
     def cheapest(self, bounds: RunBounds) -> WorkerCount | None:
-        """Return the job with the fewest workers that are done in time, if it holds, else None.
+        """Return the prediction for the fewest workers that meet the deadline, or None if it exceeds the budget.
 
         More workers end earlier and cost more, since each of them has to start.
         """
@@ -113,7 +113,7 @@ class WorkerCounts:
 
 
 def spread(draws: Sequence[float], deviation: float) -> list[float]:
-    """Return the draws at speeds of a log-normal distribution with this relative standard deviation, in order."""
+    """Return the draws multiplied by log-normal factors with this relative standard deviation, sorted."""
     if not deviation:
         return list(draws)
     normal = NormalDist(0.0, deviation)
@@ -123,10 +123,10 @@ def spread(draws: Sequence[float], deviation: float) -> list[float]:
 
 
 def counts_text(counts: WorkerCounts, bounds: RunBounds, source: str) -> str:
-    """Return a table of some numbers of workers, the cheapest that holds marked by a star.
+    """Return a table of some numbers of workers. A star marks the cheapest that meets the bounds.
 
     Args:
-        source: where the numbers come from.
+        source: text on the origin of the numbers.
     """
     best = counts.cheapest(bounds)
     numbers = {1 << i for i in range(counts.largest.bit_length())}
@@ -152,7 +152,7 @@ def _line(count: WorkerCount, is_best: bool) -> list[str]:
 
 
 def bounds_text(bounds: RunBounds) -> str:
-    """Return the bounds as the end of a sentence about what holds them."""
+    """Return the bounds as the end of a sentence."""
     parts = []
     if bounds.finish_by is not None:
         parts.append(f" until {bounds.finish_by.astimezone().strftime(f'{MOMENT} %Z')}")
@@ -162,7 +162,7 @@ def bounds_text(bounds: RunBounds) -> str:
 
 
 def counts_of(estimate: Mapping[str, Any], config: JobConfig) -> str:
-    """Return the table for an estimate of a job and the bounds in its configuration."""
+    """Return the table for an estimate of a job, with the bounds in its configuration."""
     now = datetime.now(timezone.utc)
     prices = config.execution.prices
     per_worker_hour = None

@@ -1,1 +1,1 @@
-"""Nouns that drafters, planners and the engine share: Sequence, DecodeBatch, StepTimer."""
+"""Data types that drafters, planners and the engine share: Sequence, DecodeBatch, StepTimer."""

@@ -23,12 +23,12 @@ WITHOUT_WORKING_DIRECTORY = "import sys; sys.path[:] = filter(None, sys.path); "
 
 
 def module_directories() -> list[str]:
-    """Return the directories in which this process looks for modules, as another process can use them."""
+    """Return this process's module path, as absolute directories that another process can use."""
     return [os.path.abspath(directory) for directory in sys.path]
 
 
 def python_command(code: str, *arguments: str) -> list[str]:
-    """Return the command of a Python process that runs the code. Its environment is child_environment's.
+    """Return the command line of a Python process that runs the code. It needs child_environment's environment.
 
     It looks for modules where this process does, and not in the working directory unless this
     process does.
@@ -49,16 +49,16 @@ def start_child(
     is_apart: bool = False,
     files: Sequence[int] = (),
 ) -> tuple[Connection, subprocess.Popen]:
-    """Start a Python process with this one's module path and output streams; return the pipe to it, too.
+    """Start a Python process with this one's module path and output streams. Return the pipe to it and the process.
 
-    The child is the only other holder of its end, so the end of either process closes the pipe.
+    Only the child holds the other end, so the pipe closes when either process ends.
 
     Args:
-        command: Python code.
-        name: shown by ``ps``.
+        command: Python code to run.
+        name: name for ``ps``.
         environment: variables in addition to this process's own.
-        is_apart: the child gets no signals of this process's terminal.
-        files: numbers of open files that it gets in addition to the pipe.
+        is_apart: whether the child is protected from signals of this process's terminal.
+        files: file descriptors that it inherits in addition to the pipe.
     """
     here, there = Pipe()
     with there, _sigint_blocked():
@@ -83,10 +83,10 @@ def _sigint_blocked() -> Iterator[None]:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended.
+    """Return a text on how a process ended, such as "was ended by signal 9".
 
     Args:
-        code: exit code in the form of Popen, or None if it is not known.
+        code: exit code in the form of Popen; None if unknown.
     """
     if code is None:
         return "ended"
@@ -94,9 +94,9 @@ def describe_exit(code: int | None) -> str:
 
 
 def end_with_parent(parent: int, number: int) -> None:
-    """Send this process a signal when its parent ends, for whatever reason. On Linux only.
+    """Ask the system to send this process a signal when its parent ends, for whatever reason. On Linux only.
 
-    Processes that are forked from this one do not.
+    Processes forked from this one are not included.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, number)

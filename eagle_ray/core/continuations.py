@@ -33,8 +33,8 @@ class Continuation:
 
     Attributes:
         token_ids: tokens after the sequence's prompt.
-        num_context: how many of them, at the beginning, are context and not scored.
-        num_bytes: bytes of its text; None if that is not known.
+        num_context: number of first tokens that are context and not scored.
+        num_bytes: bytes of its text in UTF-8; None if unknown.
     """
 
     token_ids: list[int]
@@ -51,9 +51,10 @@ class ScorePass:
     """Rows of one pass that belong to one trie.
 
     Attributes:
-        base: node whose path the cache holds before the pass.
+        base: node whose path is in the KV cache before the pass.
         nodes: nodes to compute, parents before their children; the first are children of the base.
-        is_run: each node is the child of the one before it. Their keys and values stay.
+        is_run: whether each node is the child of the one before it. Then their keys and values stay
+            in the cache.
     """
 
     base: int
@@ -65,8 +66,8 @@ class TokenTrie:
     """The trie of token sequences, nodes numbered depth first; node 0 is the prompt's end.
 
     Attributes:
-        tokens: token of each node; -1 of the root.
-        parents: parent of each node; -1 of the root.
+        tokens: token of each node; -1 for the root.
+        parents: parent of each node; -1 for the root.
         depths: tokens from the prompt's end to each node, its own included.
         ends: last node of each sequence, in the order given.
         children: children of each node that has any.
@@ -100,7 +101,7 @@ class TokenTrie:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of nodes that need a row in a pass: those with children, without the root."""
+        """Return the number of nodes that need a row in a pass: those with children, except the root."""
         return len(self.children) - (ROOT in self.children)
 
     @property
@@ -109,7 +110,7 @@ class TokenTrie:
 
     @property
     def leaves(self) -> list[int]:
-        """Return the nodes without children, but for the root."""
+        """Return the nodes without children, except the root."""
         return [node for node in range(1, len(self.tokens)) if node not in self.children]
 
     def path(self, node: int) -> list[int]:
@@ -121,11 +122,11 @@ class TokenTrie:
         return nodes[::-1]
 
     def passes(self, max_rows: int, max_tree: int) -> Iterator[ScorePass]:
-        """Yield the rows in parts. Each part depends on earlier parts only, which are in the cache by then.
+        """Yield the trie's rows as passes. Each pass depends only on earlier ones, which are in the KV cache by then.
 
         Args:
-            max_rows: rows of a run in one part.
-            max_tree: rows of the trees in one part.
+            max_rows: maximum rows of a pass that is a run.
+            max_tree: maximum rows of a pass of trees.
         """
         rows = sorted(node for node in self.children if node != ROOT)
         place = {node: i for i, node in enumerate(rows)}
@@ -191,9 +192,9 @@ class ScoredContinuation:
 
     Attributes:
         score: sum of the log-probabilities of its tokens.
-        num_tokens: tokens that are scored.
-        num_bytes: bytes of its text; None if that is not known.
-        is_greedy: each of its tokens is the likeliest one in its place.
+        num_tokens: number of scored tokens.
+        num_bytes: bytes of its text in UTF-8; None if unknown.
+        is_greedy: whether each of its tokens is the likeliest at its position.
     """
 
     score: float
@@ -207,12 +208,12 @@ class ContinuationScores:
     """The scores so far of the continuations of one sequence's prompt.
 
     Attributes:
-        source: parameter of the request that has the continuations, for messages.
-        log_probs: log-probability of each node's token after its parent, fp32.
+        source: name of the request parameter that holds the continuations, for messages.
+        log_probs: log-probability of each node's token given its parent, fp32.
         likeliest: whether that token is the likeliest one there.
         num_verified: rows of the trie that were computed.
-        last_turn: number of the engine's pass that had rows of the trie last, or before which it
-            joined; None before that.
+        last_turn: number of the engine's last pass with rows of this trie, or the last one before
+            it joined; None before that.
     """
 
     continuations: list[Continuation]
@@ -238,7 +239,7 @@ class ContinuationScores:
 
     @property
     def num_positions(self) -> int:
-        """Return the positions behind the prompt that the passes write."""
+        """Return how many positions behind the prompt the passes write."""
         depths = self.trie.depths
         return max((depths[each.base] + len(each.nodes) for each in self._passes), default=0)
 
@@ -253,16 +254,16 @@ class ContinuationScores:
 
     @property
     def next_pass(self) -> ScorePass:
-        """Return the next rows to compute. The prompt is computed and the scores are not complete."""
+        """Return the next rows to compute. The prompt must be computed, and scores must be missing."""
         return self._passes[self._next_pass]
 
     def plan(self, room: int, max_rows: int, max_tree: int) -> None:
         """Divide the rows into passes that write at most `room` positions behind the prompt.
 
         Args:
-            room: at least the tokens of the longest continuation.
-            max_rows: rows of a pass.
-            max_tree: rows of its trees in a pass.
+            room: positions behind the prompt, at least the tokens of the longest continuation.
+            max_rows: maximum rows of a pass.
+            max_tree: maximum rows of a pass of trees.
         """
         self._passes = list(self.trie.passes(max_rows, min(max_tree, max(room, 1))))
         if self.num_positions > room:
@@ -272,13 +273,14 @@ class ContinuationScores:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again with the prompt, whose keys and values were dropped."""
+        """Begin again, because the prompt's keys and values were dropped."""
         self._next_pass = 0
         self._is_root_scored = False
         self.num_verified = 0
 
     def children_of(self, nodes: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Return the children of some nodes: which of the nodes each belongs to, their tokens, and themselves."""
+        """Return the children of some nodes as three lists: index of the parent among the nodes,
+        token, and child node."""
         owners: list[int] = []
         children: list[int] = []
         for i, node in enumerate(nodes):
@@ -290,7 +292,7 @@ class ContinuationScores:
     def record(
         self, nodes: list[int], children: list[int], log_probs: np.ndarray, likeliest: np.ndarray
     ) -> None:
-        """Record the log-probabilities of all children of the nodes of a pass, or of the root."""
+        """Store the log-probabilities of all children of a pass's nodes, or of the root's children."""
         self.log_probs[children] = log_probs
         self.likeliest[children] = likeliest
         if nodes == [ROOT]:
@@ -300,13 +302,14 @@ class ContinuationScores:
             self.num_verified += len(nodes)
 
     def record_path(self, leaf: int, log_probs: list[float], likeliest: list[bool]) -> None:
-        """Record the log-probabilities of all tokens from the prompt's end to a leaf."""
+        """Store the log-probabilities of all tokens on the path from the prompt's end to a leaf."""
         nodes = self.trie.path(leaf)
         self.log_probs[nodes] = log_probs
         self.likeliest[nodes] = likeliest
 
     def results(self) -> list[ScoredContinuation]:
-        """Return the scores, in order. Each is the exactly rounded sum of its tokens' fp32 log-probabilities."""
+        """Return the score of each continuation, in order: the correctly rounded sum of its tokens'
+        fp32 log-probabilities."""
         results = []
         for continuation, end in zip(self.continuations, self.trie.ends, strict=True):
             scored = self.trie.path(end)[continuation.num_context :]
@@ -321,9 +324,9 @@ class ContinuationScores:
         return results
 
     def label_mass(self) -> float | None:
-        """Return the probability that the next token begins one of the continuations.
+        """Return the probability that the next token begins one of the continuations, each first token counted once.
 
-        None if there is none with a token, or if they have not all the same context.
+        None if no continuation has a scored token, or if their contexts differ.
         """
         firsts = set()
         for continuation, end in zip(self.continuations, self.trie.ends, strict=True):

@@ -1,7 +1,7 @@
 """Counters: EngineCounters for an engine, AcceptanceStats for the drafts of one sequence.
 
-They need no torch, so that any process can be told. Ratios are derived, and
-``AcceptanceStats.merge`` makes the counts a monoid, so that rows, tasks and runs add up.
+They need no torch, so any process can use them. Only counts are stored, so that
+``AcceptanceStats.merge`` can add up rows, tasks and runs; ratios are derived.
 
     >>> stats = AcceptanceStats.empty(num_spec_tokens=2)
     >>> stats.add_step(num_accepted=1, drafted_by_depth=[3, 2])
@@ -22,9 +22,9 @@ CONFIDENCE_UNIT = 2**-20
 class ConfidenceCounts:
     """Verified nodes whose parent was accepted, in bins of their probability.
 
-    For each of CONFIDENCE_BINS: nodes; accepted, those that the target picked; expected, the sum of
-    the nodes' probabilities in CONFIDENCE_UNIT. Calibrated probabilities are expected to be what is
-    accepted.
+    For each of CONFIDENCE_BINS: the number of nodes; of accepted ones, which the target sampled;
+    and the sum of the nodes' probabilities in CONFIDENCE_UNIT. With perfect calibration that sum
+    equals the accepted ones.
     """
 
     nodes: list[int] = field(default_factory=lambda: [0] * CONFIDENCE_BINS)
@@ -89,7 +89,7 @@ class AcceptanceStats:
         return merged
 
     def add(self, later: AcceptanceStats) -> None:
-        """Add the counts of later steps, of drafts that are not longer."""
+        """Add the counts of later steps, whose drafts must not be longer than num_spec_tokens."""
         _add(self.histogram, later.histogram)
         _add(self.proposed_by_depth, later.proposed_by_depth)
         self.drafted.add(later.drafted)
@@ -115,7 +115,7 @@ class AcceptanceStats:
 
     @property
     def accepted_by_depth(self) -> list[int]:
-        """Return the steps that accepted a draft token at depth i + 1, as entry i."""
+        """Return, as entry i, the number of steps that accepted a draft token at depth i + 1."""
         return [sum(self.histogram[depth:]) for depth in range(1, self.num_spec_tokens + 1)]
 
     @property
@@ -145,18 +145,18 @@ class EngineCounters:
     Attributes:
         num_slot_steps: running sequences, summed over steps.
         num_plain_steps: steps in which nothing was drafted.
-        num_probes: steps taken in order to learn.
-        num_ahead: steps launched before the one before them was read.
+        num_probes: steps that the planner ran to learn from them.
+        num_ahead: steps launched before the previous step was read.
         num_verify_rows: rows of all decode passes, padding included.
         num_prefill_passes: passes over prompt chunks alone.
         num_output_tokens: output tokens, including those of sequences in flight.
         busy_s: seconds spent inside step().
         prefill_s: seconds of busy_s spent on prompts; in a pass with decoding rows, their share of
             the rows.
-        planner_error: why the planner failed, if it has: nothing is drafted from then on.
-        draft_warning: what is wrong with the head, if its first drafts were hardly ever accepted.
-        fallbacks: why Triton's kernels, CUDA graphs or sums over ranks by symmetric memory do not run
-            on a CUDA device, by "kernels", "graphs" and "sums".
+        planner_error: reason why the planner failed, if it has; nothing is drafted from then on.
+        draft_warning: probable fault of the head, if its first drafts were hardly ever accepted.
+        fallbacks: reasons why Triton's kernels, CUDA graphs or sums over ranks by symmetric memory
+            do not run on a CUDA device, by "kernels", "graphs" and "sums".
         running: category and tokens so far of each sequence that holds a slot.
     """
 

@@ -21,7 +21,7 @@ class PromptChunk:
     Attributes:
         num_reused: tokens before start that were found in the prefix cache; 0 except in a
             sequence's first chunk.
-        is_last: the sequence decodes from the next step on.
+        is_last: whether the prompt ends here, so that the sequence decodes from the next step on.
     """
 
     sequence: TokenSequence
@@ -38,7 +38,8 @@ class PromptChunk:
     def needs_sample(self) -> bool:
         """Return whether the chunk's last row is sampled.
 
-        A preempted sequence has its next token already, and one that is scored alone gets none.
+        A preempted sequence already has its next token, and a sequence that is only scored gets
+        none.
         """
         return self.is_last and self.sequence.generates and not self.sequence.output_ids
 
@@ -48,10 +49,10 @@ class DecodeSlots:
     """The slots of B sequences and their cached lengths, on the device and on the host.
 
     Attributes:
-        bound: an upper bound of all lengths if the host lacks them, because the previous step is
-            not read yet or because a captured pass is for any lengths. host_lengths then holds
+        bound: upper bound on all lengths, if the host does not know them because the previous step
+            is not read yet, or because a captured pass serves any lengths. host_lengths then holds
             bounds, or nothing.
-        max_total: an upper bound of the sum of all lengths; None is the sum of host_lengths.
+        max_total: upper bound on the sum of all lengths; None is the sum of host_lengths.
     """
 
     slots: Int[Tensor, " B"]
@@ -72,11 +73,11 @@ class DecodeSlots:
     def with_max_length(
         cls, slots: Int[Tensor, " B"], lengths: Int[Tensor, " B"], bound: int
     ) -> DecodeSlots:
-        """Return slots for a captured pass: any lengths up to `bound`, which is at least 1."""
+        """Return slots for a captured pass that serves any lengths up to `bound`, which is at least 1."""
         return cls(slots, lengths, [], [], bound)
 
     def select(self, members: Sequence[int]) -> DecodeSlots:
-        """Return these sequences of the batch."""
+        """Return the slots of these sequences of the batch."""
         slots, lengths = (
             [values[i] for i in members] for values in (self.host_slots, self.host_lengths)
         )
@@ -100,7 +101,7 @@ class DecodeSlots:
         )
 
     def shifted(self, num_tokens: int) -> DecodeSlots:
-        """Return these slots with `num_tokens` more tokens in each."""
+        """Return these slots with each length increased by `num_tokens`."""
         bound = None if self.bound is None else self.bound + num_tokens
         return DecodeSlots(
             self.slots,
@@ -116,13 +117,13 @@ class DecodeBatch:
     """The running sequences, in slot order, and their state as tensors.
 
     Attributes:
-        at: the slots and their cached lengths.
+        at: slots of the sequences, with their cached lengths.
         roots: the last committed token of each sequence.
-        remaining_tokens: tokens that each sequence may still produce, an upper bound.
-        remaining_on_device: the same number on the device.
-        can_draft: indices of sequences for which a tree is worth its rows: there is KV space for
-            it, and its grammar is not slow; None if all are.
-        num_prefill_rows: prompt rows that go through the target in the same pass.
+        remaining_tokens: upper bound on the tokens that each sequence may still produce.
+        remaining_on_device: remaining_tokens as a tensor on the device.
+        can_draft: indices of sequences that may have a draft tree, because there is KV space for it
+            and their grammar is not slow; None is all.
+        num_prefill_rows: number of prompt rows in the target's pass of this step.
     """
 
     sequences: list[TokenSequence]

@@ -36,7 +36,7 @@ def to_device(
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a host tensor's copy on the device; on a CPU the tensor itself. It is contiguous, as kernels read rows."""
+    """Copy a host tensor to the device, contiguous as kernels need it; on a CPU return the tensor itself."""
     tensor = tensor.contiguous()
     if torch.device(device).type == "cpu":
         return tensor
@@ -44,7 +44,7 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 class DeviceToHost:
-    """A copy of tensors to the host, under way until `read`. All tensors must be on one device."""
+    """An asynchronous copy of tensors to the host, which `read` waits for. All tensors must be on one device."""
 
     def __init__(self, *tensors: Tensor):
         self._event: torch.cuda.Event | None = None
@@ -74,12 +74,12 @@ def _start_copy(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step.
+    """Seconds of the parts of a step.
 
     Attributes:
-        draft: catching up and drafting.
-        verify: the target's pass.
-        overhead: everything else.
+        draft: seconds for reading pending pairs and drafting.
+        verify: seconds of the target's pass.
+        overhead: seconds of everything else.
     """
 
     draft: float
@@ -92,10 +92,10 @@ class StepTimes:
 
 
 class StepTimer:
-    """Marks in this order: start, drafted, allocated, verified, sent.
+    """Times the parts of a step by marks, in this order: start, drafted, allocated, verified, sent.
 
     Args:
-        behind: the timer of the step before it.
+        behind: timer of the previous step.
     """
 
     def __init__(self, device: torch.device | str, behind: StepTimer | None = None):
@@ -118,7 +118,7 @@ class StepTimer:
         self._host += seconds
 
     def arrived(self) -> None:
-        """Note that the step's copy has arrived."""
+        """Record that the step's copy has arrived on the host."""
         if self._on_cuda:
             self._host = time.perf_counter()
 
@@ -126,7 +126,7 @@ class StepTimer:
         """Return the seconds, after the last mark and `arrived`.
 
         Args:
-            followed: another step was launched after this one.
+            followed: whether another step was launched after this one.
         """
         start, drafted, allocated = self._marks[:3]
         # A verify pass that was run again has left more marks between them.

@@ -1,7 +1,7 @@
 """Exceptions: for one request, for the engine, and for a user's configuration.
 
-Anything else that is raised is a bug and is not caught, but where one row must not end a job
-(``batch/worker/worker.py``) nor one sequence that the engine cannot add everybody else's
+Any other exception is a bug. It is caught in two places only: one row must not end a job
+(``batch/worker/worker.py``), and one sequence that the engine cannot add must not end the others
 (``engine/async_engine.py``).
 """
 
@@ -18,7 +18,7 @@ OUT_OF_MEMORY = re.compile(
 
 
 class RequestError(Exception):
-    """This request cannot be answered; every other one can.
+    """One request cannot be answered. Other requests are not affected.
 
     Attributes:
         code: a short stable name such as ``prompt_too_long`` (the ``error_code`` column, OpenAI's
@@ -69,13 +69,12 @@ _FIRST_NAME = re.compile(r"(?:columns? )?'?(?:body\.)?(\w+)")
 
 
 def without_values(error: RequestError, names: Container[str] = ()) -> RequestError:
-    """Return the error with a message that quotes no value of its row, for runs that do not store prompts.
+    """Return an error without quoted values in its message, for runs that do not store prompts.
 
-    Every message is taken for one that quotes values, unless its code is in VALUE_FREE.
+    A message is assumed to quote values unless its code is in VALUE_FREE.
 
     Args:
-        names: names of columns that the configuration or this package names; another one is not
-            shown.
+        names: column names that may be shown, because the configuration or this package names them.
 
         >>> print(without_values(RequestError("bad_type", "column 'prompt' must be a text, got ['x']"), {"prompt"}))
         column 'prompt': a value is not of the type that it must have. The value is not shown, as ...
@@ -93,11 +92,11 @@ def without_values(error: RequestError, names: Container[str] = ()) -> RequestEr
 
 
 class EngineError(Exception):
-    """The engine can no longer answer anything: its process should end."""
+    """The engine has failed for good and its process should end."""
 
 
 class RankError(EngineError):
-    """One of an engine's processes has ended, hangs, or has computed something else than the others."""
+    """A rank of an engine has ended, hangs, or has computed a result that differs from the others'."""
 
 
 class ConfigError(Exception):
@@ -109,7 +108,7 @@ class UnfitDevice(ConfigError):
 
 
 def shortened(text: str, max_chars: int = 200) -> str:
-    """Return the text, or its beginning and its length if it has more characters than `most`."""
+    """Return the text; if it has more characters than `most`, its beginning and its length."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}... ({len(text)} characters)"
 
 
@@ -124,7 +123,8 @@ def first_line_of(error: BaseException) -> str:
 
 
 def wide_encoding(start: bytes) -> str | None:
-    """Return UTF-16 or UTF-32 if a text file with these first bytes is written so, with or without a byte order mark.
+    """Return "UTF-16" or "UTF-32" if a text file with these first bytes is in that encoding, with
+    or without a byte order mark.
 
     >>> wide_encoding("id".encode("utf-16")), wide_encoding(b"id")
     ('UTF-16', None)

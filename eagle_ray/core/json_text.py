@@ -1,4 +1,4 @@
-"""JSON text: the one place where this package writes JSON.
+"""dump_json: write JSON. All JSON of this package is written here.
 
 JSON has no NaN and no infinities, and its readers, such as DuckDB and jq, refuse them. They are
 written as null.

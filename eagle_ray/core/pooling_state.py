@@ -10,15 +10,16 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class PoolingState:
-    """The part of one sequence in its embedding.
+    """Progress of one sequence's embedding.
 
     Attributes:
-        dimensions: numbers of the vector that is wanted.
-        first: position of the first token that counts; those before are a prompt that is left out.
-        needs_all_rows: the pooling reads the state of every token, so none is taken from the prefix
-            cache.
-        blocks: sum of the whole blocks of rows so far, in fp32; None before the first.
-        rest: rows after the last whole block.
+        dimensions: size of the requested vector.
+        first: position of the first token that counts; earlier tokens are a prompt that the mean
+            leaves out.
+        needs_all_rows: whether pooling reads every token's hidden state, so that no prefix may come
+            from the cache.
+        blocks: sum over all whole blocks of rows so far, in fp32; None before the first.
+        rest: rows after the last whole block, not summed yet.
         vector: the embedding, once the prompt has ended: fp32, on the host.
     """
 

@@ -25,12 +25,12 @@ ALL_KINDS: Kind = (True, True, True, True)
 
 @dataclass(frozen=True, slots=True)
 class PaddedInput:
-    """A tensor that stands in the first corner of a larger one.
+    """A tensor that fills the beginning of each dimension of a larger one, for captured passes.
 
     Attributes:
         fill: value of the rest of the larger tensor.
-        is_fixed: the tensor is never changed in place, so that the one that was given last need not
-            be copied again.
+        is_fixed: whether the tensor is never changed in place, so that one object need not be
+            copied twice.
     """
 
     tensor: Tensor
@@ -45,13 +45,13 @@ class SamplingBatch:
 
     Attributes:
         temperature: 0 for greedy sequences.
-        ends: tokens after which a sequence is over; -1 is none.
-        end_ids: those of all sequences and their stop tokens, perhaps more.
+        ends: tokens that end each sequence; -1 is none.
+        end_ids: EOS and stop tokens of all sequences, perhaps more.
         logprobs: whether any sequence requests log-probabilities.
-        num_tops: how many of the likeliest tokens a sequence requests at most.
-        sampled: indices of sequences that are not greedy; sampled_rows is the same on the device.
-        is_bound: belongs to a captured pass, which is for any such tensors: `sampled` names every
-            sequence, and temperatures decide.
+        num_tops: maximum number of likeliest tokens that a sequence requests.
+        sampled: indices of sequences that are not greedy; sampled_rows has them on the device.
+        is_bound: whether it belongs to a captured pass, which serves any values. Then `sampled`
+            names every sequence, and temperatures decide.
     """
 
     temperature: Float[Tensor, " B"]
@@ -77,14 +77,14 @@ class SamplingBatch:
         device: torch.device | str = "cpu",
         eos_ids: Collection[int] = (),
     ) -> SamplingBatch:
-        """Return the parameters of a batch, in its order. Top-k off is stored as 0."""
+        """Build the parameters of a batch, in its order. Top-k off is stored as 0."""
         table = SamplingTable(len(params), device, eos_ids)
         for i, each in enumerate(params):
             table.set(i, each)
         return table.batch(range(len(params)))
 
     def padded(self, num_sequences: int) -> list[PaddedInput]:
-        """Return the tensors for `bound`, padded to a number of sequences with greedy ones."""
+        """Return the tensors that `bound` takes, padded by greedy sequences to a number of sequences."""
         tensors = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed, self.ends)
         fills = (0.0, 1.0, 0, 0.0, 0, -1)
         shapes = [(num_sequences, *x.shape[1:]) for x in tensors]
@@ -104,7 +104,7 @@ class SamplingBatch:
         seed: Int[Tensor, " P"],
         ends: Int[Tensor, "P E"],
     ) -> SamplingBatch:
-        """Return a batch for a captured pass: any tensors of this kind."""
+        """Build a batch for a captured pass, from tensors of this kind of sampling."""
         any_sampled, any_top_p, any_top_k, any_min_p = kind
         rows = list(range(len(seed))) if any_sampled else []
         every = torch.arange(len(rows), device=seed.device)
@@ -125,7 +125,7 @@ class SamplingBatch:
 
     @property
     def kind(self) -> Kind:
-        """Return whether any sequence is sampled, and which processors any needs."""
+        """Return the kind of sampling: whether any sequence is sampled, and which processors are needed."""
         return self.any_sampled, self.any_top_p, self.any_top_k, self.any_min_p
 
     @property
@@ -134,7 +134,7 @@ class SamplingBatch:
 
     @property
     def any_cut(self) -> bool:
-        """Return whether any sequence filters tokens."""
+        """Return whether any sequence uses top-k, top-p or min-p."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
     def select(self, members: Sequence[int]) -> SamplingBatch:
@@ -171,7 +171,7 @@ class SamplingTable:
         self._stops: dict[int, list[int]] = {}  # slot -> stop tokens
 
     def set(self, slot: int, params: SamplingSettings) -> None:
-        """Store the parameters of the sequence that holds a slot from now on. No seed is 0."""
+        """Store the parameters of the sequence that now holds a slot. No seed is stored as 0."""
         self._floats[:, slot] = (
             0.0 if params.is_greedy else params.temperature,
             params.top_p,

@@ -1,8 +1,8 @@
 """SamplingSettings: how the tokens of one sequence are sampled.
 
-Values are right as they stand: what a request may say is checked before, by the table of its
-parameters (``requests/parameters.py``), which says what each field does. Python's callers make
-SamplingParams, which checks.
+Values are not checked here: requests are checked before, by the table of parameters
+(``requests/parameters.py``), which documents each field. Python callers use SamplingParams, which
+checks.
 
     >>> SamplingSettings(temperature=0.8).is_greedy
     False
@@ -22,7 +22,7 @@ NO_LIMIT = 2**31 - 1  # tokens; the engine cuts max_tokens to what the model's l
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How the tokens of one sequence are sampled; greedily by default."""
+    """Sampling parameters of one sequence, greedy by default."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -70,12 +70,12 @@ class SamplingSettings:
 
     @property
     def token_limit(self) -> int:
-        """Return the most tokens of an output, NO_LIMIT if only the model's length bounds it."""
+        """Return the maximum tokens of an output, or NO_LIMIT if only the model's length bounds it."""
         return NO_LIMIT if self.max_tokens is None else self.max_tokens
 
     @cached_property
     def wants_logprobs(self) -> bool:
-        """Return whether the output's log-probabilities are requested: by True, or by a number, 0 included."""
+        """Return whether log-probabilities of the output are requested: by True, or by any number, even 0."""
         return self.logprobs is not None and self.logprobs is not False
 
     @property
@@ -84,7 +84,7 @@ class SamplingSettings:
 
     @cached_property
     def num_top_logprobs(self) -> int:
-        """Return how many of the likeliest tokens are returned at each output token."""
+        """Return the number of likeliest tokens that are returned with each output token."""
         return max(self.top_logprobs, 0 if self.logprobs is True else int(self.logprobs or 0))
 
     @property
@@ -98,7 +98,7 @@ class SamplingSettings:
         return self.max_tokens == 0 and (has_choices or self.wants_prompt_logprobs)
 
     def for_scoring(self) -> SamplingSettings:
-        """Return these settings without those that only matter for generated text."""
+        """Return these settings without those that only affect generated text."""
         return SamplingSettings(
             max_tokens=0,
             seed=self.seed,

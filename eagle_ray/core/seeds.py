@@ -1,4 +1,4 @@
-"""Seeds as integers: splitmix64's finaliser, and the seed of one of several samples.
+"""Integer seeds: splitmix64's finaliser, and the seed for each of several samples.
 
 >>> sample_seed(7, sample_index=0)
 7

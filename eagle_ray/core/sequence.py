@@ -44,34 +44,36 @@ class Sequence:
         prompt_ids: token ids of the prompt, at least one.
         prompt_text: text of the prompt with its special tokens; None if the request gave ids.
         sampling: parameters with the sequence's own seed; without a seed the key of its noise is 0.
-        stop_check: called with all output ids after each step. It returns how many of them to keep,
-            up to the token that completes a stop string, or None to go on.
-        checks_stop_ids: stop_check finds sampling.stop_token_ids, too, which do not count
-            everywhere.
+        stop_check: callback with all output ids after each step. It returns how many of them to
+            keep, up to the token that completes a stop string, or None to go on.
+        checks_stop_ids: whether stop_check also finds sampling.stop_token_ids, because they do not
+            count within reasoning.
         num_reused: tokens found in the cache when the sequence was last admitted.
         num_prefilled: num_reused and the tokens computed since.
         output_logprobs: log-probability of each output id under the unprocessed logits, if
             sampling.logprobs.
-        output_tops: likeliest tokens at the place of each output id, if sampling.top_logprobs.
+        output_tops: likeliest tokens at the position of each output id, if sampling.top_logprobs.
         prompt_logprobs: the prompt's log-probabilities, if sampling.prompt_logprobs. Entry 0 is
             None: nothing precedes the first token.
-        prompt_tops: likeliest tokens at the place of each prompt id, if sampling.prompt_logprobs.
-            Entry 0 is empty.
+        prompt_tops: likeliest tokens at the position of each prompt id, if
+            sampling.prompt_logprobs. Entry 0 is empty.
         bad_word_ids: token id sequences of sampling.bad_words.
         reasoning: markers of the reasoning that sampling.thinking_budget bounds; None if there is
             nothing to bound.
         controls: state of the controls and the grammar, once an engine accepts the sequence; None
             without any.
         scoring: continuations of the prompt to score; None without any.
-        grammar_spec: what the output must be, by default what sampling says; None if it is free.
-        grammar: place of the output in its grammar, once that is compiled; None without one.
-        pooling: the embedding that is asked for, in place of an output; None without one.
-        error: why the sequence failed in the engine. It is finished then, without a finish_reason.
-        category: sequences of one category are expected to have outputs of similar length.
-        listener: called in the engine's thread whenever output ids were added. Tokens already
+        grammar_spec: required form of the output, by default that of `sampling`; None if it is
+            free.
+        grammar: state of the output in its compiled grammar; None without one.
+        pooling: state of the requested embedding, in place of an output; None without one.
+        error: reason why the sequence failed in the engine. It is finished then, without a
+            finish_reason.
+        category: label of sequences that are expected to have outputs of similar length.
+        listener: callback in the engine's thread whenever output ids were added. Tokens already
             reported never change.
-        has_live_stats: stats count every step that the listener was told of; otherwise they may lag
-            until the end.
+        has_live_stats: whether stats include every step that the listener was called for; otherwise
+            they may lag until the end.
 
     Raises:
         RequestError: sampling parameters contradict one another.
@@ -175,12 +177,12 @@ class Sequence:
 
     @property
     def num_to_prefill(self) -> int:
-        """Return the tokens to compute before it can decode: the prompt, and after preemption its outputs."""
+        """Return the number of tokens to compute before it can decode: the prompt, and after preemption its outputs."""
         return max(len(self.prompt_ids), self.num_cached)
 
     @property
     def needs_all_rows(self) -> bool:
-        """Return whether every row of the prompt is read, so that nothing of it may come from the prefix cache."""
+        """Return whether every row of the prompt must be computed, so that no prefix may come from the cache."""
         pools_all = self.pooling is not None and self.pooling.needs_all_rows
         return self.sampling.wants_prompt_logprobs or pools_all
 
@@ -191,14 +193,15 @@ class Sequence:
 
     @property
     def is_simple(self) -> bool:
-        """Return whether tokens that hold no EOS or stop token, and are not the last, only have to be appended."""
+        """Return whether new tokens can just be appended, unless they contain an EOS or stop token
+        or are the last ones."""
         has_checks = self.stop_check is not None or self.grammar is not None
         return not (has_checks or self.has_live_stats or self.sampling.wants_logprobs)
 
     def append(self, tokens: list[int], eos_ids: frozenset[int]) -> int:
         """Commit new tokens up to the first one that finishes the sequence, and return how many were cut off.
 
-        It fails where its grammar leaves no token, if it does not finish at or before that place.
+        The sequence fails if its grammar allows no further token before it is finished.
         """
         start = len(self.output_ids)
         self.output_ids += tokens
@@ -244,7 +247,7 @@ class Sequence:
 
 
 def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int) -> None:
-    """Make the state of the sequence's controls, if it has any or has a grammar.
+    """Create the state of the sequence's controls and grammar, if it has any.
 
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
@@ -274,8 +277,8 @@ def new_controls(
     """Return the state of the sequence's controls before its first token.
 
     Args:
-        ends: EOS and stop tokens.
-        grammar: what the output must be, before its first token; it advances.
+        ends: ids of EOS and stop tokens.
+        grammar: state of the output's grammar before its first token; the controls advance it.
     """
     words, reasoning = sequence.bad_word_ids, sequence.reasoning
     return ControlState(
@@ -305,7 +308,7 @@ def _shown(value: object) -> str:
 
 
 def check_length(sequence: Sequence, max_model_len: int, vocab_size: int) -> None:
-    """Cut max_tokens to the room that is left; raises RequestError for a prompt that the target cannot take."""
+    """Reduce max_tokens to the length that is left. Raises RequestError for a prompt that the target cannot take."""
     prompt_ids = sequence.prompt_ids
     if not isinstance(prompt_ids, list):
         raise RequestError(

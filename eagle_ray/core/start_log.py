@@ -1,13 +1,12 @@
-"""StartLog: tell what a start is doing while it takes long, and how long each part took once the engine is ready.
+"""StartLog: log the part that a slow start is in, and each part's time once the engine is ready.
 
     start = StartLog()
     with start.part("read", "reading the target's weights: 0.9 GB from models/llama"):
         ...
     start.ready()
 
-reading the target's weights: 0.9 GB from models/llama
-measuring the cost of steps: for up to 5 s, kept in costs/1f0c.json for later starts
-ready after 9.1 s: read 1.2, measured 5.1
+reading the target's weights: 0.9 GB from models/llama measuring the cost of steps: for up to 5 s,
+kept in costs/1f0c.json for later starts ready after 9.1 s: read 1.2, measured 5.1
 """
 
 from __future__ import annotations
@@ -37,18 +36,19 @@ def configure_logging(level: str) -> None:
 
 
 class StdoutError(OSError):
-    """Stdout cannot be written, as on a full disk."""
+    """Stdout cannot be written, for example because the disk is full."""
 
 
 class StdoutClosed(BrokenPipeError):
-    """The reader of stdout has gone, as after ``| head``. Another file or socket may raise BrokenPipeError, too."""
+    """The reader of stdout has closed it, as ``| head`` does. Unlike BrokenPipeError, it is never
+    raised for other files."""
 
 
 class Stdout(io.TextIOWrapper):
-    """A stdout that reports its errors under its own name.
+    """A replacement for sys.stdout whose write errors are StdoutError and StdoutClosed.
 
     Attributes:
-        before: the stream that this one replaces. It is kept, since closing it would close the file.
+        before: replaced stream, which stays referenced because closing it would close the file.
         has_lost_reader: whether a write found that the pipe has no reader.
     """
 
@@ -57,7 +57,7 @@ class Stdout(io.TextIOWrapper):
 
     @classmethod
     def over(cls, stdout: io.TextIOWrapper) -> Stdout:
-        """Return one that writes where this one does."""
+        """Return a stream that writes to the file of this one."""
         wrapper = cls(
             stdout.buffer, stdout.encoding, stdout.errors, line_buffering=stdout.line_buffering
         )
@@ -83,24 +83,24 @@ class Stdout(io.TextIOWrapper):
 
 
 class Stderr(io.TextIOWrapper):
-    """A stderr that never raises. After a failed write all output is lost.
+    """A replacement for sys.stderr that never raises. After a failed write all further output is discarded.
 
     Attributes:
-        before: as that of Stdout.
+        before: replaced stream, as in Stdout.
     """
 
     before: io.TextIOWrapper
 
     @classmethod
     def over(cls, stderr: io.TextIOWrapper) -> Stderr:
-        """Return one that writes where this one does."""
+        """Return a stream that writes to the file of this one."""
         wrapper = cls(stderr.buffer, stderr.encoding, stderr.errors, line_buffering=True)
         wrapper.before = stderr
         return wrapper
 
     @classmethod
     def of(cls, number: int) -> Stderr:
-        """Return one that writes to the open file of this number, and closes it."""
+        """Return a stream that writes to an open file descriptor, and closes it."""
         return cls(os.fdopen(number, "wb"), errors="backslashreplace", line_buffering=True)
 
     def write(self, text: str, /) -> int:
@@ -121,7 +121,7 @@ class Stderr(io.TextIOWrapper):
 def open_streams() -> None:
     """Open stdin, stdout and stderr on /dev/null if the shell has closed them (``2>&-``).
 
-    Otherwise the next file that is opened has their number, and gets what is meant for them.
+    Otherwise the next file that is opened would get their descriptor and the output meant for them.
     """
     for number in (0, 1, 2):
         try:
@@ -133,7 +133,7 @@ def open_streams() -> None:
 
 
 def send_to_nowhere(number: int) -> None:
-    """Let the file of this number be /dev/null, from now on and for processes that are started."""
+    """Redirect a file descriptor to /dev/null, also for processes that are started later."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != number:
         os.dup2(nowhere, number)
@@ -143,7 +143,7 @@ def send_to_nowhere(number: int) -> None:
 
 @contextmanager
 def stdout_errors() -> Iterator[None]:
-    """Raise StdoutError for an error in writing to stdout, StdoutClosed for a reader that has gone."""
+    """Turn errors of writing to stdout in this context into StdoutError, or StdoutClosed if its reader has gone."""
     try:
         yield
     except BrokenPipeError as error:
@@ -153,7 +153,7 @@ def stdout_errors() -> Iterator[None]:
 
 
 def print_result(text: str) -> None:
-    """Print text that is also stored elsewhere. If stdout cannot be written, log one warning."""
+    """Print a text that is also stored in a file. If stdout cannot be written, log one warning."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -163,7 +163,7 @@ def print_result(text: str) -> None:
 
 
 def discard_stdout() -> None:
-    """Discard what stdout has buffered and what is written to it later."""
+    """Discard stdout's buffer and all later output."""
     send_to_nowhere(sys.stdout.fileno())
 
 
@@ -194,7 +194,7 @@ def log_while_waiting(words: str) -> Iterator[None]:
 
 
 class StartLog:
-    """The parts of one start, from the moment at which this is made."""
+    """The timed parts of one start, which begins when this object is made."""
 
     def __init__(self, long_s: float = LOGGED_PART_S):
         self._long_s = long_s
@@ -206,7 +206,7 @@ class StartLog:
         """Time one part of the start. Log `line` if it takes longer than long_s, while it does.
 
         Args:
-            name: name of the part in the last line; parts of one name are added up.
+            name: name of the part in the summary; parts with equal names are added up.
         """
         started = time.monotonic()
         telling = threading.Timer(self._long_s, log.info, [line])
@@ -219,7 +219,7 @@ class StartLog:
             self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - started
 
     def ready(self) -> None:
-        """Log how long the start took, in all and by part, if it took longer than long_s."""
+        """Log the start's total time and that of each part, if it took longer than long_s."""
         seconds = time.monotonic() - self._started
         if seconds < self._long_s:
             return

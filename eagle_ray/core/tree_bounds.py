@@ -1,4 +1,4 @@
-"""TreeBounds: how large a sequence's draft tree may become.
+"""TreeBounds: the maximum size of a sequence's draft tree.
 
 >>> bounds = TreeBounds(max_nodes=60, max_depth=6, top_k=10)
 >>> bounds.num_nodes, bounds.num_candidates
@@ -31,7 +31,7 @@ class TreeBounds:
 
     @property
     def depth(self) -> int:
-        """Return the levels that are drafted: none past max_nodes."""
+        """Return the number of levels that are drafted: at most max_depth, and at most max_nodes."""
         return min(self.max_depth, self.max_nodes)
 
     @property
@@ -41,9 +41,11 @@ class TreeBounds:
 
     @property
     def num_positions(self) -> int:
-        """Return how many positions past its cached tokens a step may write: the target's nodes, or root and levels.
+        """Return how many positions past its cached tokens a step may write, for the target's nodes
+        or the drafter's levels.
 
-        A block of several levels in one pass has its root's row besides the root's pair.
+        A method that drafts several levels in one pass needs one position more, for a second row of
+        the root.
         """
         return max(self.num_nodes, self.max_depth + 2, 1 + max(self.max_depth - 1, 0) * self.top_k)
 

@@ -1,1 +1,1 @@
-"""Paths on local disks and S3, with atomic and conditional writes."""
+"""Files on local disks and in object storage, with atomic and conditional writes, and the files of models."""

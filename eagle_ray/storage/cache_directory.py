@@ -36,7 +36,7 @@ def cached_file(folder: str, key: Mapping[str, object], suffix: str) -> Path:
     """Return the cache file for a key.
 
     Args:
-        key: JSON values, or objects with a text form.
+        key: parts of the key: JSON values, or objects with a text form.
     """
     text = dump_json(key, default=str, sort_keys=True)
     return cache_home() / folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
@@ -44,14 +44,14 @@ def cached_file(folder: str, key: Mapping[str, object], suffix: str) -> Path:
 
 @contextmanager
 def locked(path: Path, waiting: str, limit_s: float | None = None) -> Iterator[bool]:
-    """Hold an exclusive lock on a file, and tell whether it is held. The system releases it if the process is killed.
+    """Hold an exclusive lock on a file in a context, which gets whether it is held. The system releases it on a kill.
 
-    Without a lock in limit_s, or on a file system that has none, go on without it: the caller's
-    result must be right if several processes make it.
+    After limit_s, or on a file system without locks, the context runs without it. So the caller's
+    work must be right even if several processes do it at once.
 
     Args:
-        waiting: what a log line says while another process holds the lock.
-        limit_s: None waits for as long as it takes.
+        waiting: text of the log line while another process holds the lock.
+        limit_s: maximum seconds to wait; None waits without a limit.
     """
     with path.open("ab") as file:
         with log_while_waiting(waiting):
@@ -76,12 +76,12 @@ def _lock(file: BinaryIO, limit_s: float | None) -> bool:
 
 
 def made_once(directory: Path, make: Callable[[Path], None], waiting: str) -> Path:
-    """Return the directory. If it is not there, call `make` with an empty directory that gets its name afterwards.
+    """Return the directory. If it does not exist, call `make` with an empty directory, which is renamed afterwards.
 
     Raises OSError and what `make` raises; then nothing is left.
 
     Args:
-        waiting: see `locked`.
+        waiting: text of the log line, as for `locked`.
     """
     if directory.is_dir():
         return directory

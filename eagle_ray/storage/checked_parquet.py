@@ -37,8 +37,8 @@ TAIL_BYTES = 64 << 10  # read at once, like Arrow's first read of a file
 def parquet_bytes(table: pa.Table, compression: str) -> bytes:
     """Return a table as a whole Parquet file in memory. Each page has a checksum.
 
-    Parquet has none for the footer, so it stands before it, behind FOOTER_MARK. Readers do not look
-    there.
+    Parquet defines no checksum for the footer, so it is written before the footer, behind
+    FOOTER_MARK, where readers ignore it.
     """
     buffer = pa.BufferOutputStream()
     pq.write_table(table, buffer, compression=compression, write_page_checksum=True)
@@ -125,7 +125,7 @@ def _start_of(column: pq.ColumnChunkMetaData) -> int:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether a read failed because of the file's bytes, and not because of its storage.
+    """Return whether a read failed because the file is damaged, and not because of its storage.
 
     Arrow's own OSErrors have no errno.
     """

@@ -24,7 +24,8 @@ DATASTORE_KEY = "speculative.datastore"
 
 
 def read_datastore(name: str, vocab_size: int) -> list[list[int]]:
-    """Return the texts, in the files' order. Raises ConfigError if there are none, or none of this vocabulary."""
+    """Return the token ids of all texts, in the files' order. Raises ConfigError without texts, or
+    if ids exceed the vocabulary."""
     texts = [ids for column in columns_of(name, DATASTORE_KEY) for ids in column.to_pylist() if ids]
     if not texts:
         raise ConfigError(
@@ -47,10 +48,10 @@ def check_datastore(name: str) -> None:
 
 
 def columns_of(name: str, key: str) -> Iterator[pa.ChunkedArray]:
-    """Yield the lists of token ids of every file, in order.
+    """Yield the column of token id lists of every file, in order.
 
     Args:
-        key: the configuration key of the name, for errors.
+        key: configuration key of the name, for errors.
     """
     for file in _files(name, key):
         with _parquet(file, key) as parquet:

@@ -1,4 +1,4 @@
-"""The content of compressed files, .gz and .zst, as if they were not."""
+"""Read compressed files, .gz and .zst, as decompressed streams."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DECOMPRESSED_BUFFER_BYTES = 1 << 20
 
 
 def open_decompressed(open_source: Callable[[], BinaryIO], codec: str) -> BinaryIO:
-    """Return the content of a compressed file as if it were not.
+    """Open a compressed file as a stream of its decompressed content.
 
         with open_decompressed(StoragePath.of("a.jsonl.zst").open, "zstd") as lines:
             lines.readline()
 
     Args:
-        codec: gzip or zstd, also of several members.
+        codec: gzip or zstd. The file may have several members.
     """
     return io.BufferedReader(DecompressedFile(open_source, codec), DECOMPRESSED_BUFFER_BYTES)
 
 
 class DecompressedFile(ReadOnlyFile):
-    """The content of a compressed file. A seek reads up to its position; backwards, from the start of the file.
+    """A decompressed stream. A forward seek reads up to its position; a backward seek starts at the beginning again.
 
     Zeros behind the last member of a gzip file, which tapes and block devices add, are not content.
     Reading raises OSError if the file is damaged or cut.

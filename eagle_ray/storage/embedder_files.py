@@ -71,7 +71,7 @@ class EmbedderFiles:
     """Settings in an embedder's files.
 
     Attributes:
-        pooling: how the states of a text's tokens become one vector: lasttoken or mean.
+        pooling: way in which the hidden states become one vector: lasttoken or mean.
         hidden_size: size of a token's hidden state.
         includes_prompt: whether the mean is also over the prompt's tokens.
         dense: projections of the pooled vector, in order.
@@ -79,8 +79,8 @@ class EmbedderFiles:
         prompts: texts that stand before a text, by name.
         default_prompt_name: name of the prompt of a text that names none; None is no prompt.
         truncate_dim: size of a vector if a request does not name one; None is all of it.
-        max_seq_length: most tokens of a text, with its prompt and special tokens; longer texts are
-            cut. None if the files do not say.
+        max_seq_length: maximum tokens of a text, with its prompt and special tokens; longer texts
+            are cut. None if the files do not say.
     """
 
     pooling: Pooling
@@ -99,10 +99,10 @@ class EmbedderFiles:
         return self.dense[-1].out_features if self.dense else self.hidden_size
 
     def dimensions(self, wanted: int | None) -> int:
-        """Return the size of a vector if a request wants `wanted` dimensions. Raises ValueError if there are fewer.
+        """Return the size of the vector for a request. Raises ValueError if the model has fewer dimensions.
 
         Args:
-            wanted: dimensions that the request asks for; None takes truncate_dim, or all.
+            wanted: requested dimensions; None takes truncate_dim, or all.
         """
         if wanted is None:
             return self.width if self.truncate_dim is None else min(self.truncate_dim, self.width)
@@ -113,7 +113,7 @@ class EmbedderFiles:
         return wanted
 
     def prompt(self, name: str | None) -> str:
-        """Return the prompt of this name, or the default one. Raises ValueError that lists the names there are."""
+        """Return the prompt with this name, or the default one. Raises ValueError that lists the known names."""
         if name is None:
             name = self.default_prompt_name
             if name is None:
@@ -152,7 +152,7 @@ def check_encoder(config: Mapping[str, Any]) -> None:
     """Raise EngineError for a model with bidirectional attention, which this engine does not run.
 
     Args:
-        config: the content of config.json.
+        config: content of config.json.
     """
     model_type = config.get("model_type")
     if model_type in ENCODERS:

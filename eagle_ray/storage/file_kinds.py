@@ -34,16 +34,17 @@ _COPY = {"s3": "aws s3 cp", "gs": "gcloud storage cp"}
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """A kind of file that differs from what its name or the configuration states.
+    """A kind of file that can be found in place of the one that its name or the configuration states.
 
     Attributes:
-        about: what such a file is, after "it is".
-        extension: ending of such files. A command that makes another file keeps the old one under a
-            name with it.
-        what_to_do: a sentence without its end.
-        command: makes the file {new} from the file {old}; none if another name is enough.
-        result: the extension of {new}, if a file of this kind always becomes another format.
-        has_remedy: whether any command helps.
+        about: description of such a file, to follow "it is".
+        extension: usual extension of such files. A conversion command first renames the file to one
+            with it.
+        what_to_do: advice, as a sentence without its full stop.
+        command: command that makes the file {new} from the file {old}; None if renaming is enough.
+        result: extension of {new}, if such a file is always converted to one format; None keeps the
+            name's own.
+        has_remedy: whether a command can help.
     """
 
     about: str
@@ -289,7 +290,7 @@ def advice(kind: FileKind, file: StoragePath) -> str:
 
 
 def advice_on_packed(start: bytes, file: StoragePath) -> str | None:
-    """Return advice on a file whose bytes are not of the compression that its extension names; None if they are."""
+    """Return advice on a file that is not compressed as its extension says; None if it is."""
     stem, extension = os.path.splitext(file.text)
     kind = _signed_kind(start)
     if kind is None:

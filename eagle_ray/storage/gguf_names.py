@@ -1,4 +1,4 @@
-"""How a GGUF file is named: as a local file, below a URL, or in a hub repository.
+"""Recognise the names of GGUF files: local files, URLs, and files in hub repositories.
 
     is_gguf_file("blobs/sha256-1a2b")                      # by its name or its first bytes
     has_gguf_name("https://host/A.GGUF?download=true")     # True
@@ -17,7 +17,7 @@ HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(.+)")
 
 
 def is_gguf_file(path: str) -> bool:
-    """Return whether a local file is one, by its name or by how it begins. One that cannot be read is none."""
+    """Return whether a local file is a GGUF file, by its name or its first bytes. An unreadable file is none."""
     try:
         with open(path, "rb") as file:
             return has_gguf_name(path) or file.read(len(MAGIC)) == MAGIC
@@ -26,17 +26,18 @@ def is_gguf_file(path: str) -> bool:
 
 
 def has_gguf_name(name: str) -> bool:
-    """Return whether a path or a URL ends as the name of a GGUF file."""
+    """Return whether a path or a URL has the extension of a GGUF file."""
     return file_name(name).lower().endswith(GGUF_SUFFIX)
 
 
 def file_name(name: str) -> str:
-    """Return the last part of a path or a URL. Only HTTP has queries; in a bucket, ? is a letter."""
+    """Return the last part of a path or a URL. Only an HTTP URL has a query; in a bucket, ? is an
+    ordinary character."""
     path = re.split("[?#]", name)[0] if re.match("https?://", name) else name
     return path.rpartition("/")[2]
 
 
 def hub_file(name: str) -> tuple[str, str] | None:
-    """Return the repository and the path in it, if a name is that of a GGUF file in a hub repository."""
+    """Return repository and path if a name stands for a GGUF file in a hub repository, else None."""
     match = HUB_FILE.fullmatch(name)
     return match.groups() if match and has_gguf_name(name) else None  # type: ignore[return-value]

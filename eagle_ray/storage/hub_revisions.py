@@ -1,8 +1,9 @@
-"""Commits that the revisions in hf:// paths mean: a branch moves, and a run reads one commit of it.
+"""Resolve revisions in hf:// paths to commits, because a branch moves and a run must read one commit of it.
 
 >>> known = {"hf://datasets/org/name@main": "5f0c2a91"}
 >>> fixed_revisions(["hf://datasets/org/name@main/data/*.parquet", "b.jsonl"], known)
-(['hf://datasets/org/name@5f0c2a91/data/*.parquet', 'b.jsonl'], {'hf://datasets/org/name@main': '5f0c2a91'})
+(['hf://datasets/org/name@5f0c2a91/data/*.parquet', 'b.jsonl'], {'hf://datasets/org/name@main':
+'5f0c2a91'})
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ DEFAULT_REVISION = "main"
 def fixed_revisions(
     paths: Sequence[str], known: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the paths with a commit for each revision, and the commits by repository and revision.
+    """Return the paths with each revision replaced by its commit, and the commits by repository and revision.
 
     Args:
-        known: commits of an earlier start, of which no hub is asked.
+        known: commits of an earlier start, which are used without asking the hub.
 
     Raises:
         StorageError: the hub does not answer, has no such revision, or refuses this user.

@@ -28,7 +28,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 class Modes(NamedTuple):
-    """Permissions of new files and directories, before the process's umask."""
+    """Permissions of new files and directories, before the umask is applied."""
 
     file: int
     directory: int
@@ -55,7 +55,7 @@ def _version(status: os.stat_result) -> FileVersion:
 
 
 def read_with_version(path: str) -> tuple[bytes, FileVersion]:
-    """Return the bytes and the version of the file that held them."""
+    """Return a file's bytes and the version that the file had when they were read."""
     with open(path, "rb") as file:
         version = _version(os.fstat(file.fileno()))
         return file.read(), version
@@ -95,14 +95,14 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
 def write_atomic(
     path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK
 ) -> FileVersion:
-    """Replace path by data in one step, creating its directory if missing."""
+    """Replace a file in one step, creating its directory if missing."""
     return _publish(path, data, precondition, modes, os.replace)
 
 
 def create(
     path: str, data: bytes, precondition: Precondition = None, modes: Modes = BY_UMASK
 ) -> FileVersion | None:
-    """Write a new file in one step; return None, and leave the file unchanged, if it exists."""
+    """Create a file in one step. If it exists, return None and leave it unchanged."""
     try:
         return _publish(path, data, precondition, modes, _link)
     except FileExistsError:
@@ -118,7 +118,8 @@ def replace(
     precondition: Precondition = None,
     modes: Modes = BY_UMASK,
 ) -> FileVersion | None:
-    """Replace a file of this version; return None if it has another. Check and rename are two steps: hold the lock."""
+    """Replace a file if it still has this version, else return None. Check and rename are two
+    steps: the caller must hold the lock."""
     with suppress(FileNotFoundError):
         if stat(path).version == version:
             return write_atomic(path, data, precondition, modes)
@@ -139,7 +140,7 @@ def remove_tree(directory: str) -> None:
 
 
 def make_directory(path: str, modes: Modes = BY_UMASK) -> None:
-    """Make a directory and its parents where they are missing, all of them with this mode."""
+    """Create a directory and its missing parents, all with this mode."""
     parent = os.path.dirname(path)
     if modes is not BY_UMASK and parent != path and not os.path.isdir(parent):
         make_directory(parent, modes)
@@ -147,13 +148,13 @@ def make_directory(path: str, modes: Modes = BY_UMASK) -> None:
 
 
 def restrict(path: str) -> None:
-    """Let only its owner use an existing file or directory. Nothing happens if it belongs to another user."""
+    """Allow only the owner to use an existing file or directory. Does nothing if it belongs to another user."""
     with suppress(FileNotFoundError, PermissionError):
         os.chmod(path, PRIVATE.directory if os.path.isdir(path) else PRIVATE.file)
 
 
 def remove_temporary(directory: str) -> None:
-    """Delete temporary files of killed writers, here and below."""
+    """Delete temporary files of killed writers in a directory and below."""
     for parent, _, names in os.walk(directory):
         for name in names:
             if TEMPORARY.fullmatch(name):
@@ -161,7 +162,7 @@ def remove_temporary(directory: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Raise OSError if nothing can be written there, or where the directory would be made. Leaves no file."""
+    """Raise OSError if a directory, or the parent in which it would be created, is not writable. Leaves no file."""
     while not os.path.exists(directory):
         directory = os.path.dirname(directory)
     try:

@@ -1,11 +1,11 @@
-"""Downloads of models from object storage: once a machine, into its cache.
+"""Download models from object storage, once per machine, into its cache.
 
     fetch_model("s3://bucket/models/llama-8b", omitted=["*.pth"])
     # PosixPath('/home/me/.cache/eagle_ray/models/llama-8b-5b3c77e0f1d2a401')
 
-A URL is s3:// or any other that fsspec reads. The directory's name holds the files' names, sizes
-and ETags, so a model that changed gets another one. The directory appears when it is complete. If
-several processes start together, one downloads and the others wait.
+A URL is s3:// or any other that fsspec reads. The directory's name has a hash of the files' names,
+sizes and ETags, so a changed model gets another directory. It is renamed to that name once it is
+complete. If several processes start together, one downloads and the others wait.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RemoteModel:
     """A model's files by their names below its URL.
 
     Attributes:
-        is_file: whether the URL is that of the only file.
+        is_file: whether the URL itself is the only file.
     """
 
     url: str
@@ -59,21 +59,21 @@ class RemoteModel:
 
     @classmethod
     def of_file(cls, url: str) -> RemoteModel:
-        """Look at a file that is a model by itself. Raises NotFound if there is none, StorageError."""
+        """Look up a file that is a model by itself. Raises NotFound if it does not exist, StorageError."""
         file = StoragePath(url)
         return cls(url, {file_name(url): (file, file.stat())}, is_file=True)
 
     @classmethod
     def of(cls, url: str, omitted: Sequence[str]) -> RemoteModel:
-        """List the files, those of GGUF without the ones that no target is read from.
+        """List the files of a model, without GGUF files that are not its weights.
 
         Args:
-            omitted: patterns of names.
+            omitted: patterns of file names to leave out.
 
         Raises:
             NotFound: there are no files.
             StorageError: the directory cannot be read.
-            EngineError: only_gguf raises it.
+            EngineError: as only_gguf does.
         """
         directory = StoragePath(url.rstrip("/"))
         files = {}
@@ -121,11 +121,11 @@ def _path_of(place: StoragePath) -> str:
 
 
 def fetch_model(url: str, omitted: Sequence[str], weights: Sequence[str] = ()) -> Path:
-    """Return a local directory with the model's files, downloading them first if this machine has none.
+    """Return a local directory with the model's files, downloading them if they are not in this machine's cache.
 
     Args:
-        omitted: patterns of files that are not wanted.
-        weights: patterns of files that are not wanted if they are not here.
+        omitted: patterns of files to leave out.
+        weights: patterns of files to leave out unless they are in the cache already.
 
     Raises:
         StorageError: the URL cannot be read, or the files have no room here (errno ENOSPC).
@@ -174,7 +174,7 @@ def _download(model: RemoteModel, directory: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPiece:
-    """Bytes start to stop of a file, and where they are written."""
+    """A range of bytes, start to stop, to copy from a remote file into a local one."""
 
     source: StoragePath
     target: Path

@@ -50,7 +50,7 @@ WEIGHT_PATTERNS = (
 
 
 def check_files(directory: Path) -> None:
-    """Raise EngineError for a small file of a target that holds no JSON object, and for Git LFS pointers."""
+    """Raise EngineError if a small file of a target is not a JSON object, or if a file is a Git LFS pointer."""
     check_no_pointers(directory / name for name in TEXT_FILES)
     for name in SMALL_FILES:
         read_object(directory, name)
@@ -73,7 +73,7 @@ def check_no_pointers(files: Iterable[Path]) -> None:
 
 
 def is_lfs_pointer(file: Path) -> bool:
-    """Return whether the file is what Git LFS leaves in place of a large file. Files may be missing."""
+    """Return whether a file is a Git LFS pointer, the stand-in for a large file. The file may be missing."""
     try:
         with file.open("rb") as opened:
             return opened.read(len(LFS_PREFIX)) == LFS_PREFIX
@@ -101,7 +101,8 @@ def read_object(directory: Path, name: str) -> dict[str, Any]:
 
 
 def eos_ids_of(directory: Path, tokenizer_eos: int | None = None) -> frozenset[int]:
-    """Return the tokens that end an answer: the generation config's, or else the config's, and the tokenizer's EOS.
+    """Return the tokens that end an answer: those of the generation config, or else of the config,
+    and the tokenizer's EOS.
 
     vLLM ends an answer at these tokens, too. Raises EngineError.
     """
@@ -125,10 +126,10 @@ def eos_ids_of(directory: Path, tokenizer_eos: int | None = None) -> frozenset[i
 def only_gguf(names: Iterable[str], place: str) -> str | None:
     """Return the one GGUF file among these names that holds the weights; None if other files hold them.
 
-    Raises EngineError if a GGUF file is to be named itself.
+    Raises EngineError if there are several, so that the user must name one.
 
     Args:
-        place: the directory, the URL or the hub repository.
+        place: directory, URL or hub repository, for the error.
     """
     own = set(names)
     files = sorted(filter(has_gguf_name, own))
@@ -155,7 +156,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def pickle_in(directory: Path) -> str | None:
-    """Return the name of the first file of weights if they are in files of pickle and not in safetensors."""
+    """Return the name of the first file of weights in pickle format, if there are no safetensors; else None."""
     safetensors, pickles = (sorted(directory.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     return pickles[0].name if pickles and not safetensors else None
 
@@ -181,7 +182,7 @@ def stored_quantization(path: Path) -> str | None:
     Raises EngineError.
 
     Args:
-        path: a directory, or a GGUF file.
+        path: directory of the target, or a GGUF file.
     """
     file = gguf_in(path) if path.is_dir() else path
     if file is not None:

@@ -1,4 +1,4 @@
-"""StoragePath: a local file or directory, one in an S3 bucket, or an input elsewhere, with all operations on it.
+"""StoragePath: a file or directory on a local disk, in an S3 bucket, or (to read) elsewhere, with all operations on it.
 
 Writes are atomic. The work is done by ``local``, ``s3`` and ``remote`` (gs://, hf://, https://:
 input only), which have the same functions. Nothing is cached between calls, so changes by other
@@ -29,12 +29,12 @@ PATH_SCHEMES = ("s3", *remote.PACKAGE_OF_SCHEME)
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoragePath:
-    """A path.
+    """A path of a local file or directory, or a URL, with operations that are atomic.
 
     Attributes:
         text: an absolute local path or a URL such as s3://bucket/key, without a trailing slash.
-        is_private: whether the local files and directories that are made here are for their owner
-            alone. Paths below have it, too.
+        is_private: whether local files and directories that are created here are readable by their
+            owner alone. It applies to paths below, too.
     """
 
     text: str
@@ -42,7 +42,7 @@ class StoragePath:
 
     @classmethod
     def of(cls, text: str | os.PathLike[str]) -> StoragePath:
-        """Return the path; local ones become absolute. Raises ValueError for a URL that cannot be read here."""
+        """Parse a path; local ones become absolute. Raises ValueError for a URL that cannot be read here."""
         text = os.fspath(text)
         if "\0" in text:
             raise ValueError(f"{text!r} has a null byte, which no path can have")
@@ -134,7 +134,7 @@ class StoragePath:
         return self._store.stat(self.text)
 
     def list_states(self, pattern: str) -> dict[StoragePath, str]:
-        """Return the matching files below, sorted, with a text that any change of the file changes."""
+        """Return the matching files below, sorted, each with a text that changes whenever the file does."""
         return {file: version.state for file, version in self.list_versions(pattern).items()}
 
     def read_bytes(self) -> bytes:
@@ -142,7 +142,7 @@ class StoragePath:
         return self.read_with_version()[0]
 
     def read_with_version(self) -> tuple[bytes, FileVersion]:
-        """Return the bytes and the version of the file that held them. Raises FileNotFoundError."""
+        """Return the file's bytes and the version that it had when they were read. Raises FileNotFoundError."""
         return self._store.read_with_version(self.text)
 
     def open(self) -> BinaryIO:
@@ -169,25 +169,25 @@ class StoragePath:
         """Replace the file in one step.
 
         Args:
-            precondition: called right before; if it raises, nothing changes.
+            precondition: callback right before the write; if it raises, nothing changes.
         """
         return self._store.write_atomic(self.text, data, precondition, **self._modes)
 
     def create(self, data: bytes, precondition: Precondition = None) -> FileVersion | None:
-        """Write a new file in one step. Return None if it already exists."""
+        """Create the file in one step. Return None if it already exists."""
         return self._store.create(self.text, data, precondition, **self._modes)
 
     def replace(
         self, data: bytes, version: int | str, precondition: Precondition = None
     ) -> FileVersion | None:
-        """Replace the file if it still has this version; return None otherwise."""
+        """Replace the file if it still has this version; else return None."""
         return self._store.replace(self.text, data, version, precondition, **self._modes)
 
     def remove(self, missing_ok: bool = True) -> None:
         self._store.remove(self.text, missing_ok)
 
     def remove_tree(self) -> None:
-        """Delete the directory with all that is in it, if it is there. A reader may see it half deleted."""
+        """Delete the directory and its content, if it exists. A reader may see it half deleted."""
         self._store.remove_tree(self.text)
 
     def make_directory(self) -> None:
@@ -195,7 +195,7 @@ class StoragePath:
         self._store.make_directory(self.text, **self._modes)
 
     def restrict(self) -> None:
-        """Let only its owner use an existing local file or directory; nothing to do on S3."""
+        """Allow only the owner to use an existing local file or directory. Does nothing on S3."""
         if self.is_local:
             local.restrict(self.text)
 
@@ -204,7 +204,7 @@ class StoragePath:
         self._store.remove_temporary(self.text)
 
     def check_writable(self) -> None:
-        """Raise OSError if nothing can be written into this directory. Leaves no file."""
+        """Raise OSError if this directory is not writable. Leaves no file."""
         self._store.check_writable(self.text)
 
     @property
@@ -226,7 +226,7 @@ class StoragePath:
 
 
 def named_path(name: str, text: str) -> StoragePath:
-    """Return the path that a key or a flag names. Raises ConfigError that begins with its name if it cannot be one."""
+    """Parse the path in a configuration key or flag. Raises ConfigError that begins with the key's name."""
     try:
         return StoragePath.of(text)
     except ValueError as error:
@@ -242,7 +242,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def parse_json_bytes(data: bytes) -> Any:
-    """Return the JSON value of one of our own files. Raises ValueError if it is damaged."""
+    """Parse the JSON of one of our own files. Raises ValueError if it is damaged."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -250,7 +250,7 @@ def parse_json_bytes(data: bytes) -> Any:
 
 
 def read_json(file: StoragePath) -> Any | None:
-    """Return the file's JSON value, or None if there is no such file. Raises ValueError if it is damaged.
+    """Return the JSON value of one of our own files, or None if it is missing. Raises ValueError if it is damaged.
 
     A missing bucket is an error.
     """

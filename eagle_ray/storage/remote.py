@@ -1,8 +1,8 @@
-"""Files of other storage, read through fsspec: the gs://, hf:// and http(s):// half of ``storage.StoragePath``.
+"""Read files of other storage through fsspec: the gs://, hf:// and http(s):// part of ``storage.StoragePath``.
 
 They are input only: without conditional writes, an output could not be exactly-once. Credentials
-are those of the file system's own package. A file's version is its ETag or what the file system has
-for one, else its size.
+come from the file system's own package. A file's version is its ETag or the file system's
+equivalent, or else its size.
 
     stat("https://host/prompts.jsonl")      # FileVersion(size=4096, version='"5f3e..."')
 """
@@ -76,14 +76,15 @@ def stat(url: str) -> FileVersion:
 
 
 def read_with_version(url: str) -> tuple[bytes, FileVersion]:
-    """Return the bytes and the version that the file had right before."""
+    """Return a file's bytes and the version that it had right before."""
     version = stat(url)
     with _storage_errors(url):
         return _file_system(url).cat_file(url), version
 
 
 def open_file(url: str) -> BinaryIO:
-    """Return a seekable file. One of an HTTP server without byte ranges is copied to a temporary file first."""
+    """Open a file as a seekable stream. From an HTTP server without byte ranges it is first copied
+    to a temporary file."""
     system = _file_system(url)
     with _storage_errors(url):
         if url.startswith("http") and not system.info(url).get("partial"):
@@ -118,7 +119,7 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
 
 
 def refuse_write(url: str, *arguments: Any, **options: Any) -> NoReturn:
-    """Raise NotSupported: every write of this storage."""
+    """Raise NotSupported; stands in for every write operation of this storage."""
     raise NotSupported(
         f"{url}: this storage is read only here. Write to a local path or to s3://bucket/key."
     )
@@ -130,7 +131,7 @@ write_atomic = create = replace = remove = make_directory = remove_temporary = c
 
 
 class RemoteFile(ReadOnlyFile):
-    """A file of a file system of fsspec. Every failure is a StorageError with the URL."""
+    """A file opened through fsspec, all of whose failures are StorageErrors with the URL."""
 
     def __init__(self, url: str, file: Any):
         self._url, self._file = url, file

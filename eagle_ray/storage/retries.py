@@ -1,7 +1,7 @@
 """How long requests to object storage are retried.
 
-A report should fail within seconds if the storage is away. A job that has run for hours should
-outlast a server that is away for a minute:
+A report should fail within seconds if the storage is unavailable. A job that has run for hours
+should survive an outage of a minute:
 
     with extended_retries():
         file.create(data)
@@ -26,7 +26,7 @@ _this_thread = threading.local()
 
 @contextmanager
 def extended_retries() -> Iterator[None]:
-    """While open, retry every request of this process for longer, except in threads that opted out."""
+    """Retry this process's requests for longer while the context is open, except in threads that opted out."""
     _add(1)
     try:
         yield
@@ -35,12 +35,12 @@ def extended_retries() -> Iterator[None]:
 
 
 def disable_extended_retries() -> None:
-    """Opt out this thread: it repeats its requests anyway, and only the latest matters."""
+    """Exclude this thread from extended retries, because it repeats its requests anyway and only the latest matters."""
     _this_thread.hurries = True
 
 
 def extended_waits() -> tuple[float, ...]:
-    """Return the additional waits after the ordinary ones."""
+    """Return the seconds of the waits that extended retries add after the ordinary ones."""
     return EXTENDED_WAITS_S if _num_extended > 0 and not hasattr(_this_thread, "hurries") else ()
 
 

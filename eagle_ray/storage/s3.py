@@ -1,4 +1,4 @@
-"""S3 objects with atomic and conditional writes: the s3:// half of ``storage.StoragePath``.
+"""S3 objects with atomic and conditional writes: the s3:// part of ``storage.StoragePath``.
 
 Every request goes through one function with limits on time and retries; failures are OSErrors with
 the object and the endpoint. A write is one PUT, because leaving an output stream by an exception
@@ -112,7 +112,7 @@ def stat(url: str) -> FileVersion:
 
 
 def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, FileVersion]:
-    """Return the bytes and the version of the object that held them.
+    """Return an object's bytes and its version.
 
     Args:
         size: expected bytes, for the time limit.
@@ -123,7 +123,7 @@ def read_with_version(url: str, size: int = SMALL_OBJECT_BYTES) -> tuple[bytes, 
 
 
 def open_file(url: str) -> BinaryIO:
-    """Return a file that reads ranges, with readahead for sequential reads; never a whole large object."""
+    """Open an object as a stream that reads ranges, with readahead for sequential reads; never a whole large object."""
     return io.BufferedReader(RangeFile(url, stat(url)), MIN_READAHEAD_BYTES)
 
 
@@ -151,19 +151,19 @@ def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
 
 
 def write_atomic(url: str, data: bytes, precondition: Precondition) -> FileVersion:
-    """Replace the object by data in one PUT."""
+    """Replace an object in one PUT."""
     return _put(url, data, precondition)
 
 
 def create(url: str, data: bytes, precondition: Precondition) -> FileVersion | None:
-    """Write a new object; return None, and leave the object unchanged, if it exists."""
+    """Create an object. If it exists, return None and leave it unchanged."""
     return _put_if(url, data, precondition, IfNoneMatch="*")
 
 
 def replace(
     url: str, data: bytes, version: int | str, precondition: Precondition
 ) -> FileVersion | None:
-    """Replace an object of this version. Return None if it has another version."""
+    """Replace an object if it still has this version; else return None."""
     return _put_if(url, data, precondition, IfMatch=version)
 
 
@@ -188,7 +188,7 @@ def remove_temporary(directory: str) -> None:
 
 
 def check_writable(directory: str) -> None:
-    """Raise OSError if nothing can be written, or if the server ignores conditional writes. Leaves no object."""
+    """Raise OSError if the bucket is not writable, or if the server ignores conditional writes. Leaves no object."""
     probe = f"{directory}/.probe-{uuid4().hex[:12]}"
     create(probe, b"first", None)
     is_conditional = (
@@ -203,7 +203,7 @@ def check_writable(directory: str) -> None:
 
 
 class RangeFile(ReadOnlyFile):
-    """An object as a seekable file; raises ObjectChanged if it was replaced since it was opened."""
+    """A seekable stream over an object. Raises ObjectChanged if the object was replaced since it was opened."""
 
     def __init__(self, url: str, version: FileVersion):
         self._url, self._version = url, version
@@ -261,7 +261,7 @@ class RangeFile(ReadOnlyFile):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return bucket and key; the key of a bucket itself is empty."""
+    """Return bucket and key of a URL; the key is empty if the URL is the bucket itself."""
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
     return bucket, key
 

@@ -1,7 +1,7 @@
-"""What ``local``, ``s3`` and ``remote`` share: versions of files, errors and globs.
+"""Code that ``local``, ``s3`` and ``remote`` share: versions of files, errors and globs.
 
-An error of object storage is a request that failed after all retries. Its message names the object
-and the endpoint. Local files raise the system's own OSError.
+Errors of object storage are raised after all retries have failed, and name the object and the
+endpoint. Local files raise the system's own OSError.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Precondition = Callable[[], None] | None
 
 
 def remedy_of(error: OSError) -> str:
-    """Return advice for a failed write, as the last sentence of a message."""
+    """Return advice on a failed write, to be the last sentence of a message."""
     again = "run the same command again to resume"
     return (
         f"Free some space there, then {again}."
@@ -29,14 +29,14 @@ def remedy_of(error: OSError) -> str:
 
 
 class StorageError(OSError):
-    """A request failed in spite of retries, because of the storage itself."""
+    """A request to the storage failed in spite of retries."""
 
 
 class NotFound(StorageError, FileNotFoundError):
     """The object does not exist.
 
     Attributes:
-        of_bucket: its bucket does not exist either.
+        of_bucket: whether even its bucket does not exist.
     """
 
     of_bucket = False
@@ -63,26 +63,26 @@ class ObjectChanged(StorageError):
 
 
 def is_bucket_missing(error: OSError) -> bool:
-    """Return whether a whole bucket is missing: then nothing is known of its files."""
+    """Return whether an error means that the whole bucket is missing, so that nothing is known about its files."""
     return isinstance(error, NotFound) and error.of_bucket
 
 
 def check_bucket(error: FileNotFoundError) -> None:
-    """Raise the error again if a whole bucket is missing."""
+    """Raise the error again if it means that the whole bucket is missing."""
     if is_bucket_missing(error):
         raise error
 
 
 class FileDamaged(Exception):
-    """A file of a run does not hold the bytes that were written."""
+    """A file of a run was changed after it was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileVersion:
-    """The size of a file and when, or as what, it was written. Two are equal if these are.
+    """Version of a file's content, for comparison: its size, and the time or ETag of its last write.
 
     Attributes:
-        size: bytes.
+        size: size in bytes.
         version: time of the last change in nanoseconds (local), or the ETag (S3).
         inode: inode of a local file, None elsewhere.
         changed_ns: ctime of a local file, which the system sets at each change of the content or
@@ -99,7 +99,7 @@ class FileVersion:
 
     @property
     def state(self) -> str:
-        """Return a text that any change of the file changes."""
+        """Return a text that changes whenever the file does."""
         if self.changed_ns is None:
             return f"{self.size}-{self.version}"
         return f"{self.inode}-{self.size}-{self.version}-{self.changed_ns}"
@@ -112,7 +112,7 @@ class FileVersion:
 
 
 class ReadOnlyFile(io.RawIOBase):
-    """A seekable file whose subclass returns its next bytes, at most `size`, from `_read`."""
+    """Base class of seekable read-only files. A subclass returns the next bytes, at most `size`, from `_read`."""
 
     def readable(self) -> bool:
         return True
@@ -130,9 +130,9 @@ class ReadOnlyFile(io.RawIOBase):
 
 
 def glob_matches(pattern: list[str], name: list[str]) -> bool:
-    """Match part by part, as the standard library's glob does, without looking at files.
+    """Return whether the parts of a path match a glob, by the standard library's rules, without looking at files.
 
-    ** is any number of parts; neither it nor * matches a hidden name.
+    ** matches any number of parts. Neither it nor * matches a hidden name.
 
         >>> glob_matches(["**", "*.jsonl"], ["a", "b.jsonl"])
         True

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer and chat format of a target, where an output ends, tools and reasoning in an answer."""
+"""Text in and out: tokenizers and chat templates, ends of outputs, tool calls and reasoning in answers."""

@@ -37,10 +37,10 @@ class ChatEvent:
     """A piece of an answer.
 
     Attributes:
-        kind: content and reasoning add to a text. call begins a tool call, arguments add to its
-            arguments. broken takes a begun call back: its arguments turned out not to be JSON, and
-            the next content has its whole text.
-        text: the piece; for call, the tool's name; for broken, empty.
+        kind: kind of the event. content and reasoning append to a text; call begins a tool call;
+            arguments append to its arguments; broken cancels a begun call, whose arguments turned
+            out not to be JSON. Then the next content has its whole text.
+        text: appended text; for call the tool's name, for broken empty.
         index: index of the tool call in its answer, from 0.
     """
 
@@ -51,10 +51,10 @@ class ChatEvent:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of one tool.
+    """A call of one tool in an answer.
 
     Attributes:
-        arguments: a JSON object, as the model wrote it.
+        arguments: JSON text of an object, as the model wrote it.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Answer:
     calls: tuple[ToolCall, ...] = ()
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """Return why the answer ended, by why its sequence did: stop, length or None."""
+        """Return the answer's finish reason: tool_calls if a stopped sequence has calls, else the sequence's own."""
         return "tool_calls" if self.calls and reason == "stop" else reason
 
 
 def answer_of(events: Iterable[ChatEvent]) -> Answer:
-    """Return the answer that all events of an output make."""
+    """Return the answer that results from all events of an output."""
     texts = {"content": "", "reasoning": ""}
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
@@ -91,7 +91,7 @@ def answer_of(events: Iterable[ChatEvent]) -> Answer:
 
 
 def num_begun(text: str, strings: Sequence[str]) -> int:
-    """Return how many characters at the end of the text may be the beginning of one of the strings."""
+    """Return the length of the longest end of the text that may be the beginning of one of the strings."""
     longest = max(map(len, strings), default=1) - 1
     for num_chars in range(min(longest, len(text)), 0, -1):
         end = text[-num_chars:]
@@ -135,7 +135,7 @@ class ObjectScanner:
 
 
 class IncrementalParser(ABC):
-    """Call feed with each piece of the text, then end once."""
+    """Base of parsers that read a growing text: call `feed` with each piece of it, then `end` once."""
 
     def __init__(self) -> None:
         self._text = ""  # text that is not consumed yet

@@ -9,9 +9,9 @@ Newlines right before and after a marker belong to it. A text that ends within t
 content.
 
 A call is an object with the name of one of the request's tools and an object of arguments. Its
-event is emitted as soon as its name is certain, and its arguments as they grow. Anything else that begins like
-a call is content, character for character. If only the end shows that a call is none, a broken
-event takes it back.
+event is emitted as soon as its name is certain, and its arguments as they grow. Other text that
+begins like a call is content, character for character. If only its end shows that a begun call is
+none, a broken event cancels it.
 
 The forms in which models write tool calls have the names that vLLM has for them:
 
@@ -65,7 +65,8 @@ class ReasoningParser(IncrementalParser):
     """Splits the reasoning of an answer from what follows it.
 
     Args:
-        starts_inside: the prompt ends with the opening marker, or the model writes none.
+        starts_inside: whether the answer begins within the reasoning, because the prompt ends with
+            the opening marker or the model writes none.
     """
 
     def __init__(self, starts_inside: bool):
@@ -94,10 +95,10 @@ class ReasoningParser(IncrementalParser):
 
 
 class ToolParser(IncrementalParser):
-    """Finds the tool calls in the content of an answer; a subclass knows the form of its model's calls.
+    """Finds the tool calls in the content of an answer. Each subclass parses one form of calls.
 
     Args:
-        tool_names: the tools that may be called. A call of another one is content.
+        tool_names: names of the tools that may be called. A call of another tool is content.
     """
 
     def __init__(self, tool_names: Collection[str]):
@@ -323,7 +324,7 @@ class AnswerParser:
     """Parses one answer: reasoning first, then tool calls.
 
     Args:
-        is_parallel: keep every call, not only the first.
+        is_parallel: whether to keep every call, not only the first.
     """
 
     def __init__(
@@ -338,7 +339,8 @@ class AnswerParser:
         """Return a new parser for one answer.
 
         Args:
-            prompt_end: the last characters of the prompt, markers included.
+            prompt_end: last characters of the prompt, markers included, which show whether
+                reasoning is open.
         """
         reasoning = tools = None
         if chat_format.reasoning_parser is not None:

@@ -1,4 +1,4 @@
-"""ChatFormat: a target's chat templates, the messages that they get, and the parsers of its answers.
+"""ChatFormat: the parsers of a target's answers, and the messages in the form that its chat template reads.
 
     >>> template_message({"role": "user", "content": [{"type": "text", "text": "Hi"}]})
     {'role': 'user', 'content': 'Hi'}
@@ -9,9 +9,9 @@ A template gets each content as one text, and the arguments of a tool call as an
 transformers documents it; OpenAI's format has text parts, and arguments as JSON. A call without
 arguments has an empty object.
 
-The templates by name are those of targets whose tokenizers were published without one. Each begins
-a conversation with the tokenizer's own BOS token, as the target was trained. The names of parsers
-are vLLM's.
+The built-in templates, chosen by name, serve targets whose tokenizers were published without one.
+Each begins a conversation with the tokenizer's own BOS token, as in the target's training. The
+names of parsers are vLLM's.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ChatFormat:
     """The parsers of a target's answers.
 
     Attributes:
-        tool_parser: one of TOOL_PARSERS, or None if the form of its calls is not known.
-        reasoning_parser: one of REASONING_PARSERS, or None if it does not think.
+        tool_parser: one of TOOL_PARSERS, or None if the form of the target's calls is unknown.
+        reasoning_parser: one of REASONING_PARSERS, or None if the target writes no reasoning.
         has_thinking_switch: whether the template has enable_thinking, so that answers begin with
             reasoning unless the prompt has closed it.
         reads_tools: whether the chat template writes tools into a prompt.
@@ -73,7 +73,8 @@ class ChatFormat:
 
     @classmethod
     def of(cls, template: str | None, tool_parser: str, reasoning_parser: str) -> ChatFormat:
-        """Return the format of a template. The parsers are auto (by the template's markers), none, or a name."""
+        """Return the format of a chat template. Each parser is auto (chosen by the template's
+        markers), none, or a name."""
         text = template or ""
         return cls(
             _tool_parser_of(text) if tool_parser == "auto" else _named(tool_parser),
@@ -92,7 +93,7 @@ class ChatFormat:
         """Return tool calls in OpenAI's form.
 
         Args:
-            key: names the answer that they are in.
+            key: key of the answer, from which the calls' ids are made.
         """
         return [
             {
@@ -104,7 +105,7 @@ class ChatFormat:
         ]
 
     def call_id(self, key: str, index: int) -> str:
-        """Return the id of a tool call. Equal keys, which name an answer, have equal ids."""
+        """Return the id of a tool call, made from the key of its answer. Equal keys give equal ids."""
         digest = hashlib.blake2b(f"{key}\x1f{index}".encode(), digest_size=12).hexdigest()
         return digest[:MISTRAL_ID_CHARS] if self.tool_parser == "mistral" else f"call_{digest}"
 
@@ -138,7 +139,7 @@ def _reasoning_parser_of(template: str) -> str | None:
 
 
 def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStart:
-    """Return whether an answer begins with reasoning: none, inside (no opening marker announces it), or optional.
+    """Return how an answer begins: "none" without reasoning, "inside" it without an opening marker, or "optional".
 
     A template may open the reasoning in the prompt, or close it there, as Qwen 3's does for
     enable_thinking: false.
@@ -150,17 +151,17 @@ def reasoning_at(reasoning_parser: str | None, prompt_end: str) -> ReasoningStar
 
 
 def is_template_name(text: str) -> bool:
-    """Return whether a text can be the name of one of a target's own templates, such as rag, and not a path."""
+    """Return whether a text can name one of a target's own templates, such as rag, rather than a path."""
     return re.fullmatch(r"[A-Za-z_][\w-]*", text) is not None
 
 
 def template_path(chosen: str) -> Path:
-    """Return the Jinja file of a template's name, or of a path to one."""
+    """Return the path of the Jinja file for a built-in template's name; a path is returned unchanged."""
     return _TEMPLATES / f"{chosen}.jinja" if chosen in TEMPLATE_NAMES else Path(chosen)
 
 
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a checked message with its content as one text and the arguments of its tool calls as objects."""
+    """Return a checked message for a template: its content as one text, and its tool calls' arguments as objects."""
     content, calls = message.get("content"), message.get("tool_calls")
     written = dict(message)
     if isinstance(content, list):
@@ -171,9 +172,9 @@ def template_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call as an object; a text that is not the JSON of one unchanged.
+    """Parse a tool call's arguments to an object. A text that is no JSON object is returned unchanged.
 
-    Raises HalfSurrogate for a text that holds half a surrogate pair.
+    Raises HalfSurrogate for a text that contains half a surrogate pair.
     """
     if arguments is None or (isinstance(arguments, str) and arguments.strip() in NO_ARGUMENTS):
         return {}
@@ -189,7 +190,7 @@ def template_arguments(arguments: Any) -> Any:
 
 
 def unread_arguments(messages: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the place of the first arguments, in messages as a template reads them, that are not an object."""
+    """Return the location, in messages for a template, of the first tool call arguments that are not an object."""
     for i, message in enumerate(messages):
         calls = message.get("tool_calls")
         for j, call in enumerate(calls if isinstance(calls, list) else ()):

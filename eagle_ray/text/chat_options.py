@@ -7,9 +7,9 @@
     ...
     ValueError: tool_choice: 'required' needs tools: give tools, or leave tool_choice out
 
-Answers that must call a tool, or whose calls of strict tools must fit their schemas, are held to a
-grammar. It is in llguidance's Lark
-(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and what it allows is what the
+Answers that must call a tool, or whose calls of strict tools must fit their schemas, are
+constrained by a grammar. It is written in llguidance's Lark
+(https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md), and allows exactly what the
 parser of the form reads:
 
     >>> add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -83,9 +83,9 @@ class ChatOptions:
     """The options of one request.
 
     Attributes:
-        tools: as the template reads them; empty if tool_choice is none.
+        tools: tools for the template; empty if tool_choice is none.
         tool_choice: auto, none, required or named.
-        named: the tool that must be called, if tool_choice is named.
+        named: name of the tool that must be called, if tool_choice is named.
         parallel_tool_calls: whether an answer may have several calls; otherwise the first is kept.
         template_kwargs: further values for the chat template.
     """
@@ -98,7 +98,7 @@ class ChatOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> ChatOptions:
-        """Return the options that the values of these names make; absent and null ones are off.
+        """Build the options from a request's values; absent and null ones are off.
 
         Raises ValueError that begins with the name of the wrong value.
         """
@@ -119,7 +119,7 @@ class ChatOptions:
 
     @property
     def callable_names(self) -> tuple[str, ...]:
-        """Return the tools that an answer may call."""
+        """Return the names of the tools that an answer may call."""
         return (
             (self.named,)
             if self.named is not None
@@ -140,7 +140,8 @@ NO_OPTIONS = ChatOptions()
 
 
 def check_tools(value: Any) -> list[dict[str, Any]]:
-    """Return the tools, none for null. Raises ValueError naming the place of the first wrong one."""
+    """Check and return the tools, an empty list for null. Raises ValueError naming the location of
+    the first wrong one."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -222,7 +223,7 @@ def _named_in(value: Any) -> str | None:
 
 
 def check_template_kwargs(value: Any) -> dict[str, Any]:
-    """Return the values for the template, none for null. Raises ValueError naming a wrong one."""
+    """Check and return the values for the template, empty for null. Raises ValueError naming a wrong one."""
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(
@@ -237,7 +238,7 @@ def check_template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def needs_grammar(options: ChatOptions) -> bool:
-    """Return whether answers must be held to the grammar."""
+    """Return whether answers with these options must be constrained by the tools' grammar."""
     return options.must_call or options.has_strict_tools
 
 
@@ -247,10 +248,10 @@ def tool_grammar(
     special_ids: Mapping[str, int],
     reasoning: ReasoningStart = "none",
 ) -> str:
-    """Return the grammar of an answer.
+    """Return the grammar that constrains an answer's tool calls.
 
-    A text never holds special tokens, so markers that are such tokens stand in the grammar by their
-    ids.
+    Text in a grammar never matches special tokens, so markers that are special tokens are written
+    by their ids.
 
     Args:
         form: one of TOOL_PARSERS.

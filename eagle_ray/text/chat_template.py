@@ -1,4 +1,4 @@
-"""The chat template that model.chat_template chooses: one of the target's own, one of ours, or a Jinja file."""
+"""Load the chat template that model.chat_template names: one of the target's own, a built-in one, or a Jinja file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChatTemplateError(EngineError):
 
 
 def chosen_template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen: str) -> str | None:
-    """Return the text of a chat template without a byte order mark, or None. Raises EngineError."""
+    """Return the text of the configured chat template, without a byte order mark, or None. Raises EngineError."""
     if chosen == "auto":
         return own_template(tokenizer, directory) if tokenizer.chat_template else None
     if chosen == "none":
@@ -39,7 +39,7 @@ def chosen_template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen:
 
 
 def own_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the target's own chat templates by name; none if it has a single one without a name."""
+    """Return the target's own chat templates by name; empty if it has a single one without a name."""
     templates = tokenizer.chat_template
     return templates if isinstance(templates, dict) else {}
 
@@ -47,7 +47,7 @@ def own_templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 def own_template(
     tokenizer: PreTrainedTokenizerBase, directory: Path, name: str | None = None
 ) -> str:
-    """Return one of the target's own chat templates, by default that of conversations without tools.
+    """Return one of the target's own chat templates, by default the one for conversations without tools.
 
     Raises EngineError if it is not Jinja.
     """

@@ -1,11 +1,12 @@
-"""ContinuedText: the ids of many texts that begin alike, of which only the end of their common part is tokenized again.
+"""ContinuedText: tokenize many texts that share a beginning, without tokenizing all of the beginning each time.
 
     continued = ContinuedText(tokenizer, context, context_ids, adds_special=True)
     list(continued.behind([" Rome", " Paris"]))    # [(6, [1482]), (6, [7089])]: tokens of the context, the ids behind
 
-`behind` returns what tokenizing each whole text gives. Where the tokenizer is known to split at words
-(`word_cuts`), a text is tokenized from a space near the context's end on, behind a letter that stands for what is
-left out. Whether that gives the context's own ids is looked at for each context; if not, texts are tokenized whole.
+`behind` gives the ids that tokenizing each whole text would give. If the tokenizer is known to
+split at words (`word_cuts`), a text is tokenized from a space near the context's end on, behind a
+letter that stands for the omitted text. For each context it is checked that this gives the
+context's own ids; if not, texts are tokenized whole.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ MIN_CHARS_SAVED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where texts are tokenized from.
+    """The position in the context from which texts are tokenized.
 
     Attributes:
-        text: the stand-in, and the context from the cut on.
-        num_stand_in: ids of the stand-in, special tokens before it included.
-        num_front: ids of the context before the cut.
+        text: stand-in for the omitted text, followed by the context from the cut on.
+        num_stand_in: number of ids of the stand-in, with special tokens before it.
+        num_front: number of ids of the context before the cut.
         behind: ids of the context from the cut on.
     """
 
@@ -42,7 +43,7 @@ class Cut:
 
 
 class ContinuedText:
-    """A context, and the ids of what may stand behind it."""
+    """A context, and the token ids of texts that may follow it."""
 
     def __init__(
         self, tokenizer: Tokenizer, context: str, context_ids: list[int], adds_special: bool
@@ -59,7 +60,7 @@ class ContinuedText:
         self._adds_special = adds_special
 
     def behind(self, texts: Sequence[str]) -> Iterator[tuple[int, list[int]]]:
-        """Yield how many of the context's ids each whole text begins with, and its ids behind them."""
+        """Yield for each text: how many of the context's ids the whole text begins with, and its further ids."""
         is_much = len(self._context) * len(texts) >= MIN_CHARS_SAVED
         cut = self.find_cut() if is_much else None
         for start in range(0, len(texts), BATCH_TEXTS):
@@ -73,7 +74,8 @@ class ContinuedText:
                 yield cut.num_front + num_shared, rest
 
     def find_cut(self) -> Cut | None:
-        """Return the last cut with enough text behind it; None without one, or if its ids are not the context's."""
+        """Return the last possible cut with enough text behind it; None if there is none, or if it
+        gives other ids than the context's."""
         margin = self._tokenizer.cut_margin
         place = None if margin is None else last_word_space(self._context, margin)
         if place is None:

@@ -3,9 +3,9 @@
     text = EmbeddingText(tokenizer, read_embedder(directory), max_tokens=512)
     text.encode("Paris is a city", prompt_name="query")      # PromptIds(ids=[...], num_left_out=0)
 
-A prompt stands before the text, and both are tokenized together, with the special tokens that the
-tokenizer adds: some models end every text with EOS, and read the embedding there. What is longer
-than max_tokens is cut before these special tokens.
+A prompt is put before the text, and both are tokenized together, with the special tokens that the
+tokenizer adds: some models end every text with EOS, and read the embedding there. A text that is
+longer than max_tokens is cut before these special tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHARS_PER_TOKEN = 32  # far more than texts have
 
 @dataclass(frozen=True, slots=True)
 class PromptIds:
-    """Token ids of a text, and how many of the first ones are a prompt that a mean leaves out."""
+    """Token ids of a text, and the number of first ids that belong to a prompt which the mean leaves out."""
 
     ids: list[int]
     num_left_out: int = 0
@@ -33,7 +33,7 @@ class EmbeddingText:
     """The tokenizer of an embedder, with its prompts.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: tokenizer of the target.
         max_tokens: maximum tokens of a text, its prompt and special tokens included.
     """
 
@@ -51,7 +51,7 @@ class EmbeddingText:
         self._num_prompt_tokens: dict[str, int] = {}  # by prompt
 
     def encode(self, text: str, prompt_name: str | None = None) -> PromptIds:
-        """Return the ids of a text behind the prompt of this name; None is the default one.
+        """Return the ids of a text with the prompt of this name before it; None is the default prompt.
 
         Raises RequestError for a name that the target does not have, and for a text without tokens.
         """

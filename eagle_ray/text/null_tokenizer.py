@@ -3,7 +3,7 @@
     >>> NullTokenizer().decode_with_special([5])
     'token_id:5'
 
-It refuses what needs words, and a decoded output is empty.
+It refuses all operations that need text, and decodes outputs to an empty text.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 
 class NullTokenizer(Tokenizer):
-    """Refuses everything that needs words, and decodes to an empty text.
+    """A tokenizer that refuses all operations that need text, and decodes to an empty text.
 
-    It refuses messages, so nothing asks it for what only their answers need.
+    Since it refuses messages, methods that only their answers need are missing.
     """
 
     def __init__(self) -> None:

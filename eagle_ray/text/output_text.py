@@ -1,15 +1,14 @@
 """Decode an output incrementally, and find where stop strings end it.
 
-A stop string may end within a token, and a character may take several tokens, so that an output's
-text is found by decoding windows of its ids:
+A stop string may end within a token, and a character may take several tokens, so an output's text
+is found by decoding windows of its ids:
 
     stop_check     after each step: how many ids to keep, once a stop string is complete
     decode_stream  while it runs: the whole characters that no stop string can take back
     final_text     once it has ended: the text before its end
 
-If an answer's reasoning is split off, stop strings and stop tokens count from the answer on: a
-target that quotes one while it thinks has not ended. The answer begins behind the marker that
-closes the reasoning, and the newlines there.
+If an answer's reasoning is split off, stop strings and stop tokens within the reasoning do not
+count. The answer begins behind the marker that closes the reasoning, and the newlines there.
 """
 
 from __future__ import annotations
@@ -28,17 +27,16 @@ REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are no whole chara
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How output ids become text.
+    """Options of how output ids become text, and where the text ends.
 
     Attributes:
-        stop_token_ids: tokens that end an output. The one that did is not part of the text.
-        min_tokens: output tokens whose text contains no end: stop strings count from the next token
-            on.
-        skip_special_tokens: leave special tokens out of the text.
-        include_stop: keep the stop string, EOS or stop token that ended the output.
-        stop_in_reasoning: stop strings and stop tokens count in reasoning, too.
-        reasoning: how the output begins, if its reasoning is split off and stop strings do not
-            count there.
+        stop_token_ids: tokens that end an output. They are not part of the text.
+        min_tokens: number of first output tokens in which stop strings do not count.
+        skip_special_tokens: whether to leave special tokens out of the text.
+        include_stop: whether to keep the stop string, EOS or stop token that ended the output.
+        stop_in_reasoning: whether stop strings and stop tokens count in reasoning, too.
+        reasoning: beginning of the output (none, inside or optional reasoning), if stop strings do
+            not count in reasoning that is split off.
     """
 
     stop_token_ids: frozenset[int] = frozenset()
@@ -53,13 +51,13 @@ DEFAULT_TEXT = TextOptions()
 
 
 class Detokenizer(Protocol):
-    """The part of `Tokenizer` that finds where an output ends."""
+    """Protocol of the part of `Tokenizer` that decodes an output and finds its end."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids, without special tokens by default."""
 
     def with_markers(self) -> Detokenizer:
-        """Return this one with texts that keep the markers of reasoning."""
+        """Return a detokenizer whose texts keep the markers around reasoning, which are otherwise special tokens."""
 
     def stop_searches(self, stops: Sequence[str]) -> list[StopSearch]:
         """Return the texts in which stop strings are searched."""
@@ -75,15 +73,15 @@ class AnswerStart:
     """The position in an output where its answer begins, after any reasoning.
 
     Attributes:
-        num_ids: output ids up to the end of the closing marker.
-        num_chars: characters that the last of these ids has behind the marker.
+        num_ids: number of output ids up to the end of the closing marker.
+        num_chars: number of characters that the last of these ids has behind the marker.
     """
 
     num_ids: int = 0
     num_chars: int = 0
 
     def num_before(self, text: Detokenizer, ids: Sequence[int], options: TextOptions) -> int:
-        """Return how many characters of the text of ids come before the answer, newlines behind the marker included."""
+        """Return how many characters of the ids' text precede the answer, including newlines behind the marker."""
         if not self.num_ids:
             return 0
         before = len(text.decode(ids[: self.num_ids], options.skip_special_tokens)) - self.num_chars
@@ -109,7 +107,8 @@ class AnswerFinder:
         """Return where the answer begins, or None if that is not certain yet, or if all is reasoning.
 
         Args:
-            is_whole: nothing follows. What may be the beginning of a marker is an answer then.
+            is_whole: whether the output has ended, so that the beginning of a marker counts as
+                answer.
         """
         while self._start is None and self._num_read < len(output_ids):
             self._num_read += 1
@@ -151,7 +150,7 @@ class AnswerFinder:
 
 @dataclass(frozen=True, slots=True)
 class StopPlace:
-    """A stop string in the text of ids: its characters from start to end."""
+    """A stop string found in an output's text, from character `start` to `end`."""
 
     search: StopSearch
     ids: Sequence[int]
@@ -161,7 +160,8 @@ class StopPlace:
     options: TextOptions
 
     def order(self) -> tuple[int, int, bool]:
-        """Return a key by which the place that ends first is the smallest, whichever tokens its text shows."""
+        """Return a sort key by which the stop string that ends first comes first, whether or not
+        its text shows special tokens."""
         num_left = len(self.text) - self.end  # comparable if both end in one token
         return (
             self.search.num_ids(self.ids, self.end, self.options),
@@ -173,8 +173,8 @@ class StopPlace:
         """Return an output's text before the stop string, or with it if the options include it.
 
         Args:
-            own: makes the output's text. If the options skip special tokens, it leaves special_ids
-                out, but for the markers of parts that are shown.
+            own: decodes the output. If the options skip special tokens, it leaves special_ids out,
+                except shown markers.
         """
         includes_stop = self.options.include_stop
         skip = self.options.skip_special_tokens
@@ -201,10 +201,11 @@ class StopPlace:
 
 @dataclass(frozen=True, slots=True)
 class StopSearch:
-    """Stop strings, and the tokenizer that makes the texts in which they are searched.
+    """Stop strings, and the tokenizer whose texts they are searched in.
 
     Attributes:
-        names_special: whether the stop strings hold special tokens, which the texts then show.
+        names_special: whether the stop strings contain special tokens, so that the searched texts
+            show them.
     """
 
     text: Detokenizer
@@ -235,7 +236,7 @@ class StopSearch:
         return StopPlace(self, ids, text, start, end, options) if ends else None
 
     def num_ids(self, ids: Sequence[int], num_chars: int, options: TextOptions) -> int:
-        """Return how many of the ids have a text of at least num_chars characters."""
+        """Return how many of the ids are needed for a text of at least num_chars characters."""
         return bisect_left(
             range(len(ids)), num_chars, key=lambda n: self._num_chars(ids[:n], options), lo=1
         )
@@ -379,7 +380,7 @@ class DecodeStream:
         self._may_be_cut_at_start = bool(stops) and options.reasoning == "optional"
 
     def grow(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain after these further ids, which do not end the output."""
+        """Return the new text that is certain after these further ids, which must not end the output."""
         self._pending += self._own.grow(ids)
         num_pending = len(self._pending) if self._is_undecided(ids) else 0
         for stops, growing in self._searched:

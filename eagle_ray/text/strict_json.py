@@ -1,10 +1,10 @@
 r"""Parse JSON strictly, with equal results in every process.
 
-Besides what is not JSON, ``parse_json`` refuses what one of its readers would lose or fail at: NaN
-and Infinity, a key that an object has twice, integers of thousands of digits, half surrogates (an
-escape such as \ud83d without its second half, which no UTF-8 text can hold) and deep nesting.
-Python's own nesting limit counts the calls above it: the driver would accept a row that a worker,
-with a deeper stack, refuses. So nesting is limited far below that.
+``parse_json`` also refuses JSON that some reader would lose or fail at: NaN and Infinity, a key
+that an object has twice, integers of thousands of digits, half surrogates (an escape such as \ud83d
+without its second half, which no UTF-8 text can hold) and deep nesting. Python's own nesting limit
+depends on the calls above it: the driver would accept a row that a worker, with a deeper stack,
+refuses. So nesting is limited far below that.
 
     >>> parse_json('{"prompt": "Hi"}')
     {'prompt': 'Hi'}
@@ -31,14 +31,14 @@ Place = tuple[str | int, ...]
 
 
 class JsonError(ValueError):
-    """A text is JSON by Python's json and is refused all the same."""
+    """A text is valid for Python's json module and refused all the same."""
 
 
 class HalfSurrogate(JsonError):
     """A text has half a surrogate pair.
 
     Args:
-        place: place of the text in the checked value; for a key, place of its object.
+        place: location of the text in the checked value; for a key, location of its object.
     """
 
     def __init__(self, place: Place, text: str):
@@ -49,12 +49,13 @@ class HalfSurrogate(JsonError):
 
 
 def parse_json(text: str) -> Any:
-    """Return the value. Raises json.JSONDecodeError or JsonError, both ValueErrors that say what is wrong."""
+    """Parse JSON. Raises json.JSONDecodeError or JsonError, both ValueErrors that say what is wrong."""
     return _parse(text, _STRICT)
 
 
 def parse_json_line(text: str) -> Any:
-    """Return the value of a line of JSONL, in which Python and pandas write NaN and Infinity. Raises as parse_json."""
+    """Parse a line of JSONL, in which NaN and Infinity are allowed, since Python and pandas write
+    them. Raises as parse_json."""
     return _parse(text, _WITH_NAN)
 
 
@@ -96,7 +97,7 @@ def _parse(text: str, decoders: _Decoders) -> Any:
 
 
 def check_texts(value: Any) -> None:
-    """Check the texts of a value that may not come from JSON, such as a Python caller's.
+    """Check the texts of a value that may not come from JSON, for example a Python caller's.
 
     Raises HalfSurrogate for a text or a key with half a surrogate pair, and JsonError for nesting
     that parse_json refuses.
@@ -118,7 +119,7 @@ def check_texts(value: Any) -> None:
 
 
 def place_text(place: Place) -> str:
-    """Return a place as messages name it: ``messages[0].content``."""
+    """Format a location for messages: ``messages[0].content``."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
     return "".join(steps).removeprefix(".")
 

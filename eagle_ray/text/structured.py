@@ -1,4 +1,4 @@
-"""Values of the keys that say what an output must be: JSON schemas, choices and OpenAI's response_format.
+"""Normalise parameters of structured output: JSON schemas, choices and OpenAI's response_format.
 
     >>> schema_text({"type": "object"})
     '{"type": "object"}'
@@ -129,11 +129,11 @@ def response_format_text(value: Any) -> Any:
 
 
 def with_own_keys(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a request's body with the keys of this system in place of vLLM's structured_outputs.
+    """Return a request's body with vLLM's structured_outputs replaced by the keys of this system.
 
-    The body is returned unchanged if that is missing, or asks for what this system does not do,
-    such as disable_any_whitespace, or names a key that the body has, too; then its reader refuses
-    it by name.
+    The body is returned unchanged if that is missing, or has an option that this system does not
+    support, such as disable_any_whitespace, or names a key that the body has, too; then its reader
+    refuses it by name.
     """
     given = body.get("structured_outputs")
     if not isinstance(given, dict):

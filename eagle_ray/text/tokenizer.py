@@ -5,7 +5,7 @@
     >>> tokenizer.decode(tokenizer.encode("Hello there"))
     'Hello there'
 
-`null_tokenizer.py` is in the place of one where a target has none.
+`null_tokenizer.py` stands in for targets that have no tokenizer.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ MAX_TOKENS_LOST_AT_CUT = 64
 
 
 class Tokenizer:
-    """The tokenizer of one target. Use `load` to build it.
+    """The tokenizer of one target, with its chat template. Built by `load`.
 
     Args:
         max_model_len: maximum tokens of a sequence; a prompt of far more is refused before it is
             encoded.
-        chat_format: how the target's answers hold reasoning and tool calls.
+        chat_format: form of reasoning and tool calls in the target's answers.
     """
 
     # A tokenizer with the template of conversations with tools, if that is another one.
@@ -140,7 +140,7 @@ class Tokenizer:
         return loaded
 
     def for_chat(self, options: ChatOptions | None) -> Tokenizer:
-        """Return this tokenizer with the template and the parsers of a conversation with these options."""
+        """Return this tokenizer with the template and parsers for conversations with these options."""
         if options is None or not options.has_tools or self._tool_tokenizer is None:
             return self
         return self._tool_tokenizer
@@ -152,7 +152,7 @@ class Tokenizer:
         return changed
 
     def with_markers(self) -> Tokenizer:
-        """Return this tokenizer with texts that keep the special tokens that the answers' parsers look for."""
+        """Return a tokenizer whose decoded texts keep the special tokens that answers' parsers look for."""
         if self._with_markers is None:
             shown = self.special_marker_ids().values()
             self._with_markers = self._showing(frozenset(shown))
@@ -167,7 +167,7 @@ class Tokenizer:
         return showing
 
     def reasoning_end_id(self) -> int:
-        """Return the token that ends an answer's reasoning. Raises RequestError if it takes several."""
+        """Return the token that ends an answer's reasoning. Raises RequestError if that takes several tokens."""
         ids = self.hf_tokenizer.encode(THINK_CLOSE, add_special_tokens=False)
         if len(ids) > 1:
             raise RequestError(
@@ -178,7 +178,7 @@ class Tokenizer:
         return int(ids[0])
 
     def special_marker_ids(self) -> dict[str, int]:
-        """Return the ids of the answers' markers that are special tokens, or that a grammar takes for such tokens.
+        """Return the ids of answers' markers that are special tokens, or that a grammar treats as such.
 
         llguidance never reads an added token in angle brackets as text, whatever the tokenizer says
         of it. Qwen 3's <tool_call> and <think> are such tokens.
@@ -210,7 +210,6 @@ class Tokenizer:
         RequestError if it is far too long.
 
         A text that begins with the BOS token itself, as a rendered chat does, gets no second one.
-
         Encoding a hundred megabytes takes gigabytes, which would kill the process, so a long text
         is first judged by its beginning.
         """
@@ -218,7 +217,7 @@ class Tokenizer:
         return self._ids(prompt, add_special_tokens)
 
     def check_length(self, prompt: str) -> None:
-        """Raise RequestError for a text that is far too long."""
+        """Raise RequestError for a text that is far too long to encode."""
         if (
             self.max_model_len is not None
             and len(prompt) > MAX_CHARS_PER_TOKEN * self.max_model_len
@@ -226,7 +225,7 @@ class Tokenizer:
             self._check_beginning(prompt, self.max_model_len)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Return the ids of each text as `encode` does, on several threads. Their lengths are not checked."""
+        """Return the ids of each text as `encode` does, on several threads, without a check of lengths."""
         if not texts:
             return []
         encoded = self.hf_tokenizer(
@@ -241,14 +240,15 @@ class Tokenizer:
 
     @cached_property
     def cut_margin(self) -> int | None:
-        """Return how many characters must stand behind a cut between words, as `word_cuts` says; None without cuts."""
+        """Return how many characters must follow a cut between words (see `word_cuts`); None if
+        cuts are not possible."""
         try:
             return cut_margin(self.to_json())
         except ValueError:
             return None
 
     def num_tokens_within(self, text: str, num_chars: int, add_special_tokens: bool) -> int:
-        """Return how many tokens a text begins with that end within its first characters, special ones included."""
+        """Return how many of a text's tokens end within its first characters, special tokens included."""
         encoded = self.hf_tokenizer(
             text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
@@ -256,7 +256,7 @@ class Tokenizer:
         return next((i for i, end in enumerate(ends) if end > num_chars), len(ends))
 
     def encode_document(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text that may be longer than the model's length. Raises RequestError."""
+        """Return the ids of a text that may exceed the model's length. Raises RequestError."""
         if len(text) > MAX_DOCUMENT_CHARS:
             raise RequestError(
                 "prompt_too_long",
@@ -288,7 +288,7 @@ class Tokenizer:
 
     @property
     def has_text(self) -> bool:
-        """Return whether ids can be written as text."""
+        """Return whether the tokenizer can decode ids to text."""
         return True
 
     @property
@@ -306,7 +306,7 @@ class Tokenizer:
         }
 
     def to_json(self) -> str:
-        """Return the text of its tokenizer.json. Raises ValueError if it has no such form."""
+        """Return the tokenizer in the format of tokenizer.json. Raises ValueError if it has no such form."""
         backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(f"{type(self.hf_tokenizer).__name__} has no form as tokenizer.json")
@@ -315,9 +315,7 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
     ) -> list[int]:
-        """Return the ids of a conversation, exactly as the template writes it, up to the answer.
-        Raises RequestError.
-        """
+        """Return the ids of a conversation as the template renders it, up to the answer. Raises RequestError."""
         return self.encode(self.render_chat(messages, options=options), add_special_tokens=False)
 
     def prompt_end(self, prompt_ids: Sequence[int]) -> str:
@@ -325,7 +323,7 @@ class Tokenizer:
         return self.decode_with_special(prompt_ids[-PROMPT_END_TOKENS:])
 
     def special_id(self, role: str) -> int | None:
-        """Return the id of the special token of a role, such as "bos" or "eos", or None if there is none."""
+        """Return the id of the special token for a role, such as "bos" or "eos", or None if there is none."""
         special_id: int | None = getattr(self.hf_tokenizer, f"{role}_token_id", None)
         return special_id
 
@@ -336,11 +334,11 @@ class Tokenizer:
         continue_final_message: bool = False,
         options: ChatOptions = NO_OPTIONS,
     ) -> str:
-        """Return the text of a conversation, with special tokens as text. Raises RequestError.
+        """Render a conversation by the chat template, with special tokens as text. Raises RequestError.
 
         Args:
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: leave the last one open.
+            add_generation_prompt: whether to end with the beginning of an answer.
+            continue_final_message: whether to leave the last message open, to be continued.
             options: tools and further values for the template.
         """
         if (chosen := self.for_chat(options)) is not self:
@@ -390,11 +388,11 @@ class Tokenizer:
             )
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
-        """Return the vocabulary's entry of each id, such as "Ġthe", which is not always its text."""
+        """Return the vocabulary's string of each id, such as "Ġthe", which may differ from its text."""
         return list(self.hf_tokenizer.convert_ids_to_tokens(list(ids)))
 
     def word_ids(self, word: str) -> list[list[int]]:
-        """Return the ids of a word as the tokenizer writes it at the beginning of a text and after a space."""
+        """Return the ids of a word in two forms: at the beginning of a text, and after a space."""
         bare = word.lstrip() or word
         spellings = [
             self.hf_tokenizer.encode(text, add_special_tokens=False) for text in (bare, f" {bare}")
@@ -410,10 +408,10 @@ class Tokenizer:
         return self._decode(ids, skip_special_tokens=False)
 
     def token_text(self, token: int) -> str:
-        """Return the text of one token, with bytes that are no character as surrogates (PEP 383).
+        """Return the text of one token, in which bytes that are no whole character become surrogates (PEP 383).
 
-        So `text.encode(errors="surrogateescape")` is the token's bytes, of which several tokens
-        make a character.
+        So `text.encode(errors="surrogateescape")` gives the token's bytes; a character may take the
+        bytes of several tokens.
         """
         text = self.decode_with_special([token])
         if REPLACEMENT_CHAR not in text:
@@ -473,9 +471,8 @@ class Tokenizer:
     def stop_check(
         self, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
     ) -> StopCheck | None:
-        """Return a new check for one output, or None if there is nothing to check: no stop strings,
-        and no stop tokens that count from the answer on.
-        """
+        """Return a new stop check for one output; None without stop strings, and without stop
+        tokens that spare reasoning."""
         has_stop_ids = bool(options.stop_token_ids) and options.reasoning != "none"
         return StopCheck(self, stops, options) if stops or has_stop_ids else None
 
@@ -511,7 +508,8 @@ class Tokenizer:
     def final_text(
         self, output_ids: Sequence[int], stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
     ) -> str:
-        """Return an output's text up to its end: EOS, a stop token or a stop string, which options may include."""
+        """Return an output's text up to its end. The options say whether EOS, stop token or stop
+        string are included."""
         answer: AnswerStart | None = WHOLE_OUTPUT
         if options.reasoning != "none" and (stops or options.stop_token_ids):
             answer = AnswerFinder(self, options).find(output_ids, is_whole=True)
@@ -543,7 +541,7 @@ def options_of_answer(
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
 ) -> TextOptions:
-    """Return the options with how the answer to a prompt begins, if stop strings count from its end of reasoning on.
+    """Return the options with the beginning of the answer filled in, if stop strings do not count in reasoning.
 
     Args:
         chat_options: chat options of an answer to messages; None for other prompts, whose outputs

@@ -1,24 +1,28 @@
-r"""Whether a tokenizer's ids behind a space between two words depend on the text before it.
+r"""Decide whether a tokenizer's ids behind a space between words are independent of the text before it.
 
     cut_margin(tokenizer.to_json())                     # 32 or so of Llama's, Qwen's, GPT-2's and the like
     last_word_space("The capital of Italy is", 10)      # 11, the space behind "capital"
 
-If they do not, many texts that begin alike are tokenized from a space near the end of their common part
-on. It holds if no step of the tokenizer looks across such a space, from an ASCII letter to a space that
-an ASCII letter follows:
+If they are, texts that share a beginning can be tokenized from a space near its end on. That holds
+if no step of the tokenizer looks across such a space, which is preceded and followed by an ASCII
+letter:
 
-- The normalizer changes each character by itself, or composes it with what follows it, and nothing composes
+- The normalizer changes each character by itself, or composes it with what follows it, and nothing
+composes
   with a space or an ASCII letter before it. What is put before a text touches its beginning only.
-- The splits find their matches from left to right, and look at nothing before a match. No match has a letter
+- The splits find their matches from left to right, and look at nothing before a match. No match has
+a letter
   and later a space, so the one that has the word's last letter ends before the space, or the letter is in no
   match. Then the search goes on at the space in either case.
-- No entry of the vocabulary has a letter and then a space, so no merge goes across it, and merges on either
+- No entry of the vocabulary has a letter and then a space, so no merge goes across it, and merges
+on either
   side do not see each other. Unigram models are left out: they add up scores from a text's beginning on, and
   a sum that is rounded otherwise may choose another split.
-- No added token has such a space, or takes white space next to a letter with it, and none that begins before
+- No added token has such a space, or takes white space next to a letter with it, and none that
+begins before
   the end of the common part reaches beyond it if as many characters stand behind the space.
 
-Everything else is refused here, and tokenized whole.
+Tokenizers that do not satisfy these conditions are refused, and texts are tokenized whole.
 """
 
 from __future__ import annotations
@@ -47,9 +51,9 @@ REGEX_PART = re.compile(
 
 
 def cut_margin(tokenizer_json: str) -> int | None:
-    """Return how many characters must stand behind a space between words for its ids to depend on nothing before it.
+    """Return how many characters must follow a space between words so that its ids do not depend on the text before it.
 
-    None if it is not known that such ids do not.
+    None if this independence cannot be shown for the tokenizer.
     """
     parts: dict[str, Any] = json.loads(tokenizer_json)
     added = parts.get("added_tokens") or []
@@ -64,7 +68,7 @@ def cut_margin(tokenizer_json: str) -> int | None:
 
 
 def last_word_space(text: str, margin: int) -> int | None:
-    """Return the place of the last space between words with a margin of characters behind it; None without one."""
+    """Return the position of the last space between words with a margin of characters behind it; None without one."""
     spaces = [match.start() for match in WORD_SPACE.finditer(text)]
     behind = [start for start in spaces if start + margin <= len(text)]
     return behind[-1] if behind else None
@@ -98,9 +102,9 @@ def _is_local_split(split: dict[str, Any] | None) -> bool:
 
 
 def ends_within_words(pattern: str) -> bool:
-    """Return whether no match of an expression has a letter and later a space, or depends on what is before it.
+    """Return whether no match of a regular expression spans a letter and a later space, or depends on earlier text.
 
-    An expression with other parts than those of REGEX_PART is not looked at.
+    Expressions with parts other than REGEX_PART give False.
     """
     return all(map(_ends_within_words, _alternatives(pattern)))
 
