@@ -1,1 +1,1 @@
-"""One target over several processes, the ranks: shards of its weights, sums between them, and how they stay in step."""
+"""Tensor parallelism: one target over several processes (ranks), with sharded weights and engines kept in step."""

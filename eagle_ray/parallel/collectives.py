@@ -1,4 +1,4 @@
-"""Collectives: what ranks compute together on one kind of device.
+"""Collectives: sums and gathers over ranks, on CPUs (gloo) and on GPUs of one node.
 
     device   reduce                                                        gather
     CPU      gloo gathers the parts                                        gloo
@@ -6,13 +6,13 @@
              (one-shot, and two-shot for large passes);
              NCCL without it, whose order depends on the tensor's size
 
-Parts are added in fp32 and in the order of the ranks, but by NCCL. The sums that NVSwitch makes
+Parts are added in fp32 and in the order of the ranks, except by NCCL. The sums that NVSwitch makes
 (`multimem`) are not used: NVIDIA states no order for them, and measurements of others found bf16
 sums to differ between calls (NVIDIA/nccl issues 1497 and 2360).
 
-On a GPU all of them are launched on the current stream and can be captured in a graph. That half
-was written for torch 2.9 and later, is held to torch's CUDA build by `make cuda-contracts`, and has
-not run on several GPUs yet.
+On a GPU all of them are launched on the current stream and can be captured in a graph. The GPU part
+was written for torch 2.9 and later, is checked against torch's CUDA build by `make cuda-contracts`,
+and has not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_GRAPH_REGISTER": "0"}
 
 
 class Peers(Protocol):
-    """The ranks of an engine, before they have collectives."""
+    """The ranks of an engine as they are known before their collectives are set up."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class Peers(Protocol):
 
 @runtime_checkable
 class Collectives(Protocol):
-    """What ranks compute together on one kind of device."""
+    """Protocol of the collectives of ranks on one kind of device."""
 
     @property
     def why_unordered(self) -> str | None:
@@ -77,7 +77,7 @@ class Collectives(Protocol):
 
 
 class GlooCollectives:
-    """Collectives on a CPU."""
+    """Collectives of ranks on a CPU, over gloo."""
 
     why_unordered = None
 
@@ -93,7 +93,7 @@ class GlooCollectives:
         return total.to(part.dtype)
 
     def reserve(self, numel: int) -> None:
-        """Do nothing: parts are gathered into memory of their own."""
+        """Do nothing: gathered parts get new memory each time."""
 
     def close(self) -> None:
         """Do nothing: the connections end with the group."""
@@ -103,7 +103,8 @@ class GlooCollectives:
 
 
 class CudaCollectives:
-    """Collectives on GPUs of one node, by groups of their own: a default group of the program's is left alone."""
+    """Collectives of ranks on GPUs of one node. They use process groups of their own, not the
+    program's default group."""
 
     def __init__(self, ranks: Peers):
         self._size = ranks.size
@@ -119,12 +120,12 @@ class CudaCollectives:
             self._log_sums()
 
     def reserve(self, numel: int) -> None:
-        """Allocate memory for sums of up to this many elements, so that no later pass syncs with other ranks for it."""
+        """Allocate memory for sums of up to this many elements, so that no later pass has to sync with other ranks."""
         if self._symmetric is not None:
             self._symmetric.reserve(numel)
 
     def reduce(self, part: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows H"]:
-        """Add in rank order where that is possible; NCCL adds in an order that depends on the size of the tensor."""
+        """Add in rank order if possible; NCCL's order depends on the size of the tensor."""
         if self._symmetric is not None and part.numel() % (MULTIPLE * self._size) == 0:
             return self._symmetric.reduce(part)
         total = part.contiguous().clone()
@@ -135,7 +136,7 @@ class CudaCollectives:
         return _gathered(self._group, self._size, part)
 
     def close(self) -> None:
-        """End the collectives under way, so that a thread that waits for a lost rank returns.
+        """Abort running collectives, so that a thread that waits for a lost rank returns.
 
         Not tried on a GPU yet: `abort` could wait for a graph that was captured, so another thread
         calls it.
@@ -170,12 +171,12 @@ def _gathered(group: Any, size: int, part: Tensor) -> list[Tensor]:
 
 
 class SymmetricMemory:
-    """Sums by memory that every rank reads.
+    """Sums over ranks by GPU memory that every rank can read.
 
     Args:
         library: torch's operations on such memory.
         group: the ranks, under a name by which the library finds them.
-        device: this rank's.
+        device: device of this rank.
     """
 
     def __init__(self, library: MemoryLibrary, group: NamedGroup, device: torch.device):
@@ -187,9 +188,10 @@ class SymmetricMemory:
 
     @classmethod
     def of(cls, ranks: Peers, backend: Any) -> tuple[SymmetricMemory | None, str | None]:
-        """Return the memory of these ranks, or None on all of them and why.
+        """Return the shared memory of these ranks; or, on all of them, None and the reason.
 
-        The ranks agree before they meet in it: one without such memory would let the others wait.
+        The ranks first agree that all have such memory: otherwise one without it would let the
+        others wait.
 
         Args:
             backend: NCCL's group of these ranks.
@@ -236,7 +238,7 @@ class SymmetricMemory:
         return shared.to(part.dtype, copy=True)
 
     def close(self) -> None:
-        """Forget the group's name."""
+        """Unregister the group's name."""
         self._group.close()
 
 
@@ -249,23 +251,23 @@ class MemoryLibrary:
         self._torch: Any = _SymmetricMemory
 
     def set_group_info(self, name: str, rank: int, size: int, store: Any) -> None:
-        """Tell a torch before NAMED_SINCE of a group."""
+        """Register a group with a torch that is older than NAMED_SINCE."""
         self._torch.set_group_info(name, rank, size, store)
 
     def empty(self, numel: int, device: torch.device) -> Float[Tensor, " N"]:
-        """Return new memory, in which the ranks have not met."""
+        """Return new memory of this rank, before the rendezvous."""
         return self._torch.empty_strided_p2p((numel,), (1,), torch.float32, device)
 
     def rendezvous(self, shared: Float[Tensor, " N"], name: str) -> None:
-        """Let the ranks of a group see each other's memory."""
+        """Exchange handles, so that the ranks of a group can read each other's memory."""
         self._torch.rendezvous(shared, name)
 
     def one_shot(self, shared: Float[Tensor, "*rows H"], name: str) -> Float[Tensor, "*rows H"]:
-        """Return the sum of what all ranks have in `shared`, which each of them reads whole."""
+        """Return the sum over all ranks' `shared` tensors; each rank reads all of them whole."""
         return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name)
 
     def two_shot(self, shared: Float[Tensor, "*rows H"], name: str) -> None:
-        """Replace `shared` by the sum on all ranks. Each adds its share of it, which the others then read."""
+        """Replace `shared` by the sum over all ranks: each rank adds one share of it, which the others then read."""
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
 
 
@@ -273,8 +275,8 @@ class NamedGroup:
     """The ranks as a group that torch's operations find by its name.
 
     Args:
-        backend: what computes on the ranks' devices.
-        library: symmetric memory, which an older torch tells of the group in its own way.
+        backend: backend of the collectives on the ranks' devices.
+        library: symmetric memory, with which an older torch must register the group.
     """
 
     def __init__(self, ranks: Peers, backend: Any, library: MemoryLibrary):
@@ -294,7 +296,7 @@ class NamedGroup:
         self._group = group  # the registry does not keep it
 
     def close(self) -> None:
-        """Forget the name, which no later group of this process has: the ranks' meeting is their own."""
+        """Unregister the name. No later group of this process gets it, since each group has its own meeting."""
         if self._registry is not None:
             self._registry._unregister_process_group(self.name)
             self._registry = None

@@ -1,4 +1,4 @@
-"""Shards of a draft head: whether ranks share it, the slices that each has, and the collectives of a pass.
+"""Split a draft head over ranks if that pays: each rank's slices, and the collectives of a pass.
 
     part = split_head(head, ranks)                          # on the meta device; None: it stays whole on every rank
     tensors = read_tensors(path, part=part)                 # this rank's slices alone
@@ -59,8 +59,9 @@ class DraftPart:
 
     Attributes:
         ranks: ranks that share the head.
-        shard: part of this rank; its vocab_size is that of the head's own lm_head, if it has one.
-        num_left_out: weights of the head that this rank does not have.
+        shard: position of this rank among them; its vocab_size is that of the head's own lm_head,
+            if it has one.
+        num_left_out: number of weights of the head that this rank does not have.
     """
 
     ranks: RankGroup
@@ -69,7 +70,7 @@ class DraftPart:
 
     @classmethod
     def of(cls, head: nn.Module, ranks: RankGroup) -> DraftPart:
-        """Return a rank's part of a whole head."""
+        """Compute a rank's part of a whole head."""
         kv_heads = kv_heads_of(cast(Any, head).config)
         shard = Shard(ranks.rank, ranks.size, _num_drafted(head) or 1, kv_heads)
         num_left_out = 0
@@ -80,7 +81,7 @@ class DraftPart:
         return cls(ranks, shard, num_left_out)
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
-        """Return which part of a tensor this rank has, or None for all of it.
+        """Return this rank's part of a tensor, or None for all of it.
 
         Args:
             name: name of the tensor in checkpoints or modules.
@@ -88,7 +89,7 @@ class DraftPart:
         return _numbers_of(self.shard, name, shape)
 
     def joined(self, head: nn.Module) -> nn.Module:
-        """Let a head whose weights are this rank's compute with the other ranks."""
+        """Wrap a head that has this rank's weights, so that it computes together with the other ranks."""
         for module in list(head.modules()):
             for name in BY_INPUTS:
                 linear = getattr(module, name, None)
@@ -104,7 +105,7 @@ class DraftPart:
 
 
 def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
-    """Make a whole head on the meta device this rank's part of it.
+    """Reduce a whole head on the meta device to this rank's part.
 
     Returns None if the head stays whole; the log says why.
 
@@ -128,7 +129,7 @@ def split_head(head: Any, ranks: RankGroup) -> DraftPart | None:
 
 
 def log_whole(head: Any, ranks: RankGroup) -> bool:
-    """Return whether each rank has the whole of a draft. If so, the log says why."""
+    """Return whether each rank has the whole draft. If so, log the reason."""
     reason = why_whole(head, ranks)
     if reason is not None:
         log.info("the draft head is whole on each of the %d ranks: %s", ranks.size, reason)
@@ -136,7 +137,7 @@ def log_whole(head: Any, ranks: RankGroup) -> bool:
 
 
 def leave_out(drafts: Sequence[Any], num_ranks: int, device: str) -> int:
-    """Turn drafts without weights into one rank's parts of them. Return how many weights are left out."""
+    """Reduce drafts on the meta device to one rank's parts. Return how many weights that leaves out."""
     num_left_out = 0
     for draft in drafts:
         part = split_head(draft, RankGroup(0, num_ranks, "", device))

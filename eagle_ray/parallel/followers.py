@@ -1,20 +1,20 @@
-"""Followers: the processes of all ranks but the first. Rank 0 starts, watches and ends them.
+"""Followers: the processes of all ranks except rank 0, the leader, which starts, watches and ends them.
 
     followers = Followers(command, size=2, content=(model, ...))
     leader = Leader(followers.pipes, followers.why_lost, followers.close)
 
-Each follower has two pipes. One carries the leader's commands. The other carries a beat each way
-every FOLLOWER_BEAT_S. A rank that ends closes its pipes. A rank that is stopped or hangs sends no beats, and
-is killed after SILENCE_S.
+Each follower has two pipes. One carries the leader's commands. The other carries a heartbeat each
+way every FOLLOWER_BEAT_S. A rank that ends closes its pipes. A rank that is stopped or hangs sends
+no heartbeats, and is killed after SILENCE_S.
 
-If one follower ends, all of them are ended, and the leader gets a RankError where it sends or
-computes next. If the leader ends, the followers end at once, stopped ones too (`end_with_parent`).
+If one follower ends, all of them are ended, and the leader gets a RankError at its next message or
+collective. If the leader ends, the followers end at once, even stopped ones (`end_with_parent`).
 
 A leader that waits in a collective on a GPU does not return from it. If its process runs nothing
-but the engine (`owns_process`), the process ends GRACE_S later, and the process above starts
-another. In other processes the function that was given to `tell_if_stuck` is called. Followers kill
-a silent leader only if its process runs nothing but the engine: a user's program may stop or block
-the leader for any time.
+but the engine (`owns_process`), the process ends GRACE_S later, and its parent starts another. In
+other processes the callback given to `tell_if_stuck` is called. Followers kill a silent leader only
+if its process runs nothing but the engine, since a user's program may stop or block the leader for
+any time.
 
 No port and no file is used: ranks meet in memory that the processes share (`meeting_in_memory`), so
 nothing is left behind, whichever process is killed.
@@ -57,7 +57,7 @@ class FollowerStart:
         rank, size, meeting: arguments of its RankGroup.
         leader: process id of the leader.
         owns_process: whether the leader's process runs nothing but the engine.
-        content: what the follower's engine is made from.
+        content: arguments from which the follower builds its engine.
     """
 
     rank: int
@@ -116,13 +116,13 @@ class Followers:
     Args:
         command: Python code that runs a follower.
         size: number of all ranks.
-        content: what their engines are made from; must be picklable.
-        owns_process: see the module's text.
+        content: picklable arguments from which followers build their engines.
+        owns_process: whether this process runs nothing but the engine.
 
     Attributes:
         pipes: pipes of commands, by rank.
-        meeting: path by which the ranks meet, which is valid in each of them until this process
-            ends.
+        meeting: path of the file by which the ranks find each other, valid in all of them until
+            this process ends.
     """
 
     def __init__(self, command: str, size: int, content: Any, owns_process: bool = False):
@@ -157,18 +157,19 @@ class Followers:
         return [process.pid for process in self._processes]
 
     def why_lost(self, seconds: float = 0.0) -> str | None:
-        """Return why a follower has ended, waiting for that to be known; None if none has."""
+        """Return why a follower has ended, waiting until that is known; None if none has ended."""
         self._is_lost.wait(seconds)
         return self._reason
 
     def note_meeting(self) -> None:
-        """Note that all ranks have loaded their weights and compute together from now on."""
+        """Record that all ranks have loaded their weights and compute together from now on."""
         self._have_met = True
 
     def tell_if_stuck(self, call: Callable[[str], None]) -> None:
-        """Let `call` be called with a reason if a rank is lost and the leader does not close this within GRACE_S.
+        """Register a callback for the case that a rank is lost and the leader does not call `close` within GRACE_S.
 
-        It is called by another thread, and only if the process is not the engine's alone.
+        Another thread calls it, with the reason, and only if this process runs more than the
+        engine.
         """
         self._when_stuck = call
 
@@ -200,7 +201,7 @@ class Followers:
         pipe.send(start)
 
     def watch(self, silences: list[_Silence]) -> bool:
-        """Exchange beats for about FOLLOWER_BEAT_S; return whether no rank is lost and the group is not closed."""
+        """Exchange heartbeats for about FOLLOWER_BEAT_S; return whether all ranks are alive and the group is open."""
         ready = wait(self._watches, FOLLOWER_BEAT_S)
         if self._is_closed.is_set():
             return False
@@ -275,10 +276,10 @@ def _end(
 
 
 def meeting_in_memory() -> tuple[str, int]:
-    """Return the path of a new file in memory, which this process and its children can open, and its number.
+    """Create a file in memory that this process and its children can open; return its path and file descriptor.
 
     The file is never closed, since torch's stores open the path again at any time, and another file
-    could have its number then. Raises ConfigError if the system has no such files.
+    could have its descriptor then. Raises ConfigError if the system has no such files.
     """
     if not sys.platform.startswith("linux"):
         raise ConfigError("tensor_parallel: ranks run on Linux alone. Set it to 1.")
@@ -287,10 +288,10 @@ def meeting_in_memory() -> tuple[str, int]:
 
 
 def be_follower(run: Callable[[FollowerStart, Connection], None]) -> None:
-    """Run a follower's process until its leader ends. Its command line ends with the numbers of its two pipes.
+    """Run a follower's process until its leader ends. Its command line ends with the descriptors of its two pipes.
 
     Args:
-        run: function of what the process was started with and of the pipe of commands.
+        run: function of the follower's start arguments and of the pipe of commands.
     """
     watch = Connection(int(sys.argv[-2]))
     pipe = Connection(int(sys.argv[-1]))

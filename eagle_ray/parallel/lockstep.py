@@ -1,15 +1,15 @@
 """Lockstep: let every rank's engine take the same steps.
 
-All ranks run the same Engine. What follows the logits is a function of tokens, seeds and positions,
-and the logits have the same bits everywhere, so every rank samples the same tokens, keeps the same
-cache and learns the same calibration: no token is ever sent. What may differ is what rank 0, the
-leader, decides by its clock or learns from outside. It says so before each of these, and the others
-follow:
+All ranks run equal Engines. Logits have equal bits on all ranks, and everything after them is a
+function of tokens, seeds and positions. So every rank samples equal tokens, keeps an equal cache
+and learns an equal calibration, and no token is ever sent. Only decisions that depend on a clock or
+on the outside may differ. Rank 0, the leader, makes them and sends them to the others, the
+followers:
 
-    leader.tell("step", True)                   add, abort, step: what is called on the engine
-    leader.agree("plan", lambda: plan)          what its planner answers; a follower returns what the leader got
+    leader.tell("step", True) add, abort, step: calls of the engine
+    leader.agree("plan", lambda: plan) decisions of its planner; a follower returns the leader's
     leader.share(keep)                          a tensor of its planner, sent from device to device
-    leader.check(lambda: checksum)              what the step has computed; a follower raises RankError if it differs
+    leader.check(lambda: checksum) results of the step; a follower raises RankError if its own differ
 
 Messages go one way, so the leader never waits for an answer, and followers are behind it by
 microseconds.
@@ -45,11 +45,11 @@ def _same(value: Any) -> Any:
 
 
 class Lockstep:
-    """How one engine is kept in step with the others of its target; as it is, an engine of one process.
+    """Keeps an engine in step with the engines of other ranks. This base class is for an engine without other ranks.
 
     Attributes:
-        is_leader: this rank decides, and the others follow.
-        is_alone: there are no others.
+        is_leader: whether this rank decides and the others follow.
+        is_alone: whether there are no other ranks.
         share: returns the leader's tensor, which has one shape and dtype on all ranks, without
             waiting for a GPU.
     """
@@ -67,7 +67,7 @@ class Lockstep:
         pack: Callable[[Answer], Any] = _same,
         unpack: Callable[[Any], Answer] = _same,
     ) -> Answer:
-        """Return the leader's decision, which is the result of `ask` there. Followers receive it.
+        """Return the leader's decision: the leader calls `ask`, followers receive its result.
 
         Args:
             name: key of the decision, equal on all ranks.
@@ -79,22 +79,23 @@ class Lockstep:
         """Send a command to the followers."""
 
     def add(self, sequence: TokenSequence) -> None:
-        """Let the followers add a sequence that the leader's engine has added."""
+        """Make the followers add a sequence that the leader's engine has added."""
 
     def abort(self, sequence: TokenSequence) -> None:
-        """Let the followers abort a sequence."""
+        """Make the followers abort a sequence."""
 
     def retire(self, sequences: Sequence[TokenSequence]) -> None:
         """Drop the state of finished sequences."""
 
     def prepare(self, grammar: Any) -> None:
-        """Let the followers compile a grammar while the leader does, before a sequence needs it. Any thread may."""
+        """Make the followers compile a grammar while the leader does, before a sequence needs it.
+        Any thread may call this."""
 
     def check(self, checksum: Callable[[], int]) -> None:
         """Compare a checksum between ranks. Raises RankError if it differs."""
 
     def tell_if_stuck(self, call: Callable[[str], None]) -> None:
-        """Let `call` be called with a reason, by another thread, if a rank is lost and this one does not come back."""
+        """Register a callback, called with a reason by another thread, for a lost rank that leaves this rank stuck."""
 
     def close(self) -> None:
         """End the followers."""
@@ -104,13 +105,13 @@ ALONE = Lockstep()
 
 
 class Leader(Lockstep):
-    """Rank 0.
+    """The lockstep of rank 0, which sends commands and decisions to the followers.
 
     Args:
         pipes: pipes to the followers, in order.
-        why_lost: returns why a follower has ended, if that is known within some seconds.
-        end: ends the followers.
-        tell_if_stuck: what the method of this name calls.
+        why_lost: returns why a follower has ended, if that becomes known within some seconds.
+        end: function that ends the followers.
+        tell_if_stuck: function that the method tell_if_stuck calls.
     """
 
     is_alone = False
@@ -146,7 +147,7 @@ class Leader(Lockstep):
         self._send(command, arguments)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Let the followers add a copy. They learn from the leader where its stop check ends it."""
+        """Make the followers add a copy. The leader later tells them where its stop check ends the sequence."""
         number = self._num_added
         self._num_added += 1
         self._numbers[sequence] = number
@@ -188,14 +189,14 @@ class Leader(Lockstep):
 
 
 class Follower(Lockstep):
-    """A rank that runs the leader's commands.
+    """The lockstep of any other rank, which runs the leader's commands.
 
     Args:
         rank: rank of this process.
         pipe: pipe from the leader. Methods raise EOFError once the leader has ended.
 
     Attributes:
-        when_preparing: function that is called with each grammar that the leader compiles.
+        when_preparing: callback with each grammar that the leader compiles.
     """
 
     is_leader = False

@@ -3,15 +3,15 @@
     ranks = RankGroup(rank=0, size=2, meeting="/tmp/x/ranks", device="cpu")
     hidden = ranks.reduce(output_part)          # the sum of all ranks' parts
     logits = ranks.gather(logits_part)          # all ranks' parts side by side
-    [slots] = ranks.minimum([256])                # the smallest of all ranks' numbers, for the host
+    [slots] = ranks.minimum([256]) # the smallest of all ranks' numbers, for the host
 
 Every rank calls the same functions in the same order. They connect with the first call, over
 loopback, and find each other by a file: no port is open for that. A sum is added in the order of
 the ranks, number by number, so that a row's sum depends neither on the other rows nor on the rank
 that adds: all ranks have the same bits, and each samples the same tokens from the same logits.
 
-The groups are the engine's own: a program's default group of torch.distributed is neither read nor
-made. `collectives.py` has what computes on each kind of device.
+The process groups belong to the engine: a program's default group of torch.distributed is neither
+read nor created. `collectives.py` has the implementations for each kind of device.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ CONNECTION = re.compile(
 
 
 class RankGroup:
-    """The ranks of one engine.
+    """This process's membership in the ranks of one engine, with their collectives.
 
     Args:
         rank: number of this process, from 0.
         size: number of all processes.
-        meeting: a file that all ranks can reach and that was not used before.
+        meeting: unused file that all ranks can open, by which they find each other.
         device: device of this rank's tensors.
 
     Attributes:
-        num_reduces, num_gathers: calls so far.
-        why_lost: returns why a rank has ended, if that is known within some seconds.
-        when_met: function that is called once all ranks have joined.
+        num_reduces, num_gathers: number of calls so far.
+        why_lost: returns why a rank has ended, if that becomes known within some seconds.
+        when_met: callback once all ranks have joined.
     """
 
     def __init__(self, rank: int, size: int, meeting: str, device: torch.device | str = "cpu"):
@@ -82,7 +82,7 @@ class RankGroup:
         return self._together(lambda: self._connected.reduce(part))
 
     def gather(self, part: Float[Tensor, "*rows N"]) -> Float[Tensor, "*rows M"]:
-        """Return all ranks' parts side by side, by rank. Raises RankError if a rank is lost."""
+        """Return all ranks' parts concatenated in the order of the ranks. Raises RankError if a rank is lost."""
         self.num_gathers += 1
         parts = self._together(lambda: self._connected.gather(part))
         return torch.cat(parts, -1)
@@ -96,16 +96,16 @@ class RankGroup:
 
     @property
     def why_unordered(self) -> str | None:
-        """Return why sums are not added in the order of the ranks, or None if they are or no rank has met another."""
+        """Return why sums are not added in the order of the ranks; None if they are, or before ranks have met."""
         return None if self._collectives is None else self._collectives.why_unordered
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """Return rank 0's tensor, which has the same shape and dtype on all. Raises RankError if a rank is lost."""
+        """Return rank 0's tensor, which has one shape and dtype on all ranks. Raises RankError if a rank is lost."""
         parts = self._together(lambda: self._connected.gather(tensor.view(torch.uint8)))
         return parts[0].view(tensor.dtype)
 
     def minimum(self, numbers: Sequence[int]) -> list[int]:
-        """Return the smallest of all ranks' numbers, one by one. Raises RankError if a rank is lost."""
+        """Return the element-wise minimum of all ranks' numbers. Raises RankError if a rank is lost."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
 
         def gather_on_host() -> list[Tensor]:
@@ -122,10 +122,10 @@ class RankGroup:
         return self.why_lost(0.0) is not None
 
     def turn_off_kernels(self) -> None:
-        """Wait until a kernel has failed on all ranks, each of which runs its pass again without kernels.
+        """Wait until a kernel has failed on all ranks, which then all repeat their pass without kernels.
 
-        Raises UnfitDevice if it does not fail on another: that one has gone on, and its sums would
-        wait for others.
+        Raises UnfitDevice if it does not fail on another rank: that one has gone on, and its sums
+        would wait for the others.
         """
         if not self._all_come_to("fallback", FALLBACK_S):
             raise UnfitDevice(
@@ -140,7 +140,7 @@ class RankGroup:
             raise self._error(reason)
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one get an error, and so do later calls of this group.
+        """Leave the group. Other ranks that wait for this one get an error, and so do later calls on this group.
 
         Any thread may call this, also repeatedly. It waits for CLOSE_S at most.
         """
@@ -218,10 +218,10 @@ class RankGroup:
         return True
 
     def store(self, name: str) -> Any:
-        """Return a store by which the ranks meet.
+        """Return a torch store for the rendezvous of a process group.
 
         Args:
-            name: name of the group that they make.
+            name: name of the group.
         """
         store = torch.distributed.FileStore(self.meeting, self.size)
         return torch.distributed.PrefixStore(name, store)

@@ -1,4 +1,5 @@
-"""Tensor parallelism of Llama-shaped targets: the slice of each weight that a rank has, and layers that join ranks.
+"""Tensor parallelism of Llama-shaped targets: each rank's slice of every weight, and layers that
+join the ranks' results.
 
     check_shards(config, size=2)                      # ConfigError, with the sizes that would do
     shape = shard_config(config, size=2)              # the config of one rank's layers
@@ -14,10 +15,9 @@
     embeddings, norms, routers              not at all                the same everywhere
 
 So a layer takes two collectives, four with norms of whole rows, and the logits take one. A mixture
-of experts takes one for all of its experts and the shared one: their parts are weighed on each rank
-and added up there first, by ReducedBlock. The transformers modules of a rank are those of a smaller
-model: its config has the heads and the widths of one rank, so KV caches and plans of memory are
-those of a rank, too.
+of experts takes one for all of its experts and the shared one: each rank first weighs and adds its
+own parts (ReducedBlock). A rank's transformers modules are those of a smaller model, whose config
+has the heads and widths of one rank. KV caches and memory plans follow from that config.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ INPUT_BLOCK = 32  # inputs of a quantised layer that share a scale at least, or 
 
 
 def check_shards(config: Any, size: int, group_size: int | None = None) -> None:
-    """Raise ConfigError if a target of this config cannot be split over `size` ranks.
+    """Raise ConfigError if a target with this config cannot be split over `size` ranks.
 
     Args:
-        group_size: inputs of a quantised target that ranks cannot take apart.
+        group_size: number of consecutive inputs of a quantised target that must stay on one rank.
     """
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -87,7 +87,7 @@ def what_would_do(sizes: Sequence[int]) -> str:
 
 
 def fitting_sizes(config: Any, group_size: int | None = None) -> list[int]:
-    """Return every number of ranks over which a target of this config can be split, 1 among them."""
+    """Return every number of ranks over which a target with this config can be split, including 1."""
     if config.model_type not in MODEL_TYPES or _has_quantized_experts(config, group_size):
         return [1]
     sizes = range(1, config.num_attention_heads + 1)
@@ -141,17 +141,18 @@ def _has_quantized_experts(config: Any, group_size: int | None) -> bool:
 
 
 def kv_heads_of(config: Any) -> int:
-    """Return the key/value heads of a layer."""
+    """Return the number of key/value heads per layer."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def head_dim(config: Any) -> int:
-    """Return the size of one head."""
+    """Return the size of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def shard_config(config: Any, size: int) -> Any:
-    """Return the config of one rank's layers. Its lm_head is not tied: a rank has some of its rows only."""
+    """Return the config of one rank's layers. Its lm_head is not tied to the embedding, since a
+    rank has only some of its rows."""
     shape = deepcopy(config)
     shape.head_dim = head_dim(config)
     shape.num_attention_heads = config.num_attention_heads // size
@@ -168,9 +169,8 @@ class Part:
 
     Attributes:
         dim: dimension that is split.
-        ranges: first index of each run of the rank's indices in that dimension, and the one after
-            its last.
-        padding: rows of zeros after them, so that all ranks have equally many.
+        ranges: begin and end of each run of the rank's indices in that dimension.
+        padding: number of rows of zeros behind them, so that all ranks have equally many rows.
     """
 
     dim: int
@@ -196,11 +196,11 @@ class Shard:
         rank: number of the rank, from 0.
         size: number of ranks.
         vocab_size: vocabulary size of the whole lm_head.
-        kv_heads: key/value heads of a whole layer; each is on several ranks if there are more
-            ranks.
-        heads: heads of queries of a whole layer.
+        kv_heads: key/value heads of a whole layer; if there are more ranks than heads, several
+            ranks have each head.
+        heads: query heads of a whole layer.
         form: form of the target's layers.
-        stacks: how a layer's experts are stacked in the tensors of a checkpoint.
+        stacks: layout of a layer's stacked experts in the checkpoint's tensors.
     """
 
     rank: int
@@ -213,7 +213,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: Any, rank: int, size: int) -> Shard:
-        """Return a rank's part of a target of this config."""
+        """Return the position of a rank for a target with this config."""
         family = FAMILIES[config.model_type]
         assert family.layer is not None, "check_shards lets no others pass"
         return cls(
@@ -228,7 +228,7 @@ class Shard:
 
     @property
     def num_logits(self) -> int:
-        """Return the rows of one rank's lm_head; the last rank's may be padded."""
+        """Return the number of rows in one rank's lm_head; the last rank's may be padded."""
         return -(-self.vocab_size // self.size)
 
     def part_of(self, name: str, shape: Sequence[int]) -> Part | None:
@@ -288,10 +288,10 @@ class Shard:
         return Part(dim, ((begin, end), (half + begin, half + end)))
 
     def part_of_stack(self, kind: str, shape: Sequence[int]) -> Part | None:
-        """Return this rank's part of a tensor of all experts of a layer, or None for all of it.
+        """Return this rank's part of a stacked tensor of all experts of a layer, or None for all of it.
 
         Args:
-            kind: end of its name, such as gate_up_proj or down_proj_bias.
+            kind: last part of the tensor's name, such as gate_up_proj or down_proj_bias.
         """
         is_bias = kind.endswith("_bias")
         if kind == SUMMED_BIAS:
@@ -303,20 +303,20 @@ class Shard:
         return self._halves_part(dim, shape[dim])
 
     def adds_bias(self, name: str) -> bool:
-        """Return whether this rank adds the layer's bias; only one rank adds it to a sum."""
+        """Return whether this rank adds a layer's bias, which must be added to a sum only once."""
         path, _, kind = name.rpartition(".")
         is_summed = path.rpartition(".")[2] in BY_INPUTS or kind == SUMMED_BIAS
         return self.rank == 0 or not is_summed
 
     def equal_part(self, dim: int, number: int) -> Part:
-        """Return this rank's part of a dimension of `number` indices, which is divided equally."""
+        """Return this rank's part of a dimension of `number` indices that is divided equally."""
         each = number // self.size
         begin = self.rank * each
         return Part(dim, ((begin, begin + each),))
 
 
 def cut_out(tensor: Tensor, part: Part | None) -> Tensor:
-    """Return a copy of this slice of a whole tensor; the tensor itself for None."""
+    """Return a copy of a part of a whole tensor, or the tensor itself if the part is None."""
     if part is None:
         return tensor
     runs = [tensor.narrow(part.dim, begin, end - begin) for begin, end in part.ranges]
@@ -333,10 +333,10 @@ def padded_rows(rows: Tensor, padding: int) -> Tensor:
 
 
 class ReducedLinear(nn.Module):
-    """A linear layer of which each rank has some inputs: the ranks' outputs are added up.
+    """A linear layer whose inputs are split over ranks: the ranks' outputs are added up.
 
     Args:
-        part: the layer over this rank's inputs.
+        part: layer over this rank's inputs.
     """
 
     def __init__(self, part: nn.Module, ranks: RankGroup):
@@ -352,7 +352,7 @@ class ReducedLinear(nn.Module):
 
     @property
     def reads_fp8(self) -> bool:
-        """Return whether the part reads ScaledRows."""
+        """Return whether this rank's layer takes FP8 inputs (ScaledRows)."""
         return getattr(self.part, "reads_fp8", False)
 
     def forward(self, inputs: Any) -> Float[Tensor, "*rows O"]:
@@ -360,11 +360,11 @@ class ReducedLinear(nn.Module):
 
 
 class SharedNorm(nn.Module):
-    """An RMSNorm over the heads of a whole row, of which each rank has some: the ranks' squares are added up.
+    """An RMSNorm over all heads of a row when the heads are split over ranks: the ranks' sums of squares are added up.
 
     Args:
-        part: the norm of transformers, with weights of this rank's heads. Ranks that have the same
-            heads of keys count them as often each, so the mean is that of one of each.
+        part: transformers' norm with the weights of this rank's heads. If several ranks have a key
+            head, each head is counted equally often, so the mean stays right.
     """
 
     def __init__(self, part: nn.Module, ranks: RankGroup):
@@ -385,7 +385,7 @@ class SharedNorm(nn.Module):
 
 
 class ReducedBlock(nn.Module):
-    """A mixture of experts of which each rank has a slice of every expert. The ranks' outputs are added up.
+    """A mixture of experts whose experts are all split over ranks. The ranks' outputs are added up.
 
     Args:
         part: transformers' block over this rank's slices.
@@ -405,13 +405,13 @@ class ReducedBlock(nn.Module):
 
 
 class GatheredHead(nn.Module):
-    """An lm_head of which each rank has some rows: the ranks' logits are put side by side.
+    """An lm_head whose rows are split over ranks: the ranks' logits are concatenated.
 
     Args:
-        part: layer of this rank's rows; every rank has equally many.
-        shard: the rank's part of the whole head.
+        part: layer with this rank's rows; every rank has equally many.
+        shard: position of this rank among those that share the head.
         num_logits: number of logits of the whole head.
-        order: index of each logit in all ranks' outputs side by side; None for the first ones in
+        order: index of each logit in the concatenated outputs; None if they are the first ones in
             order.
     """
 
@@ -446,11 +446,11 @@ class GatheredHead(nn.Module):
         token_ids: Int[Tensor, " D"],
         slice_rows: Callable[[nn.Module, Int[Tensor, " N"]], nn.Module],
     ) -> GatheredHead:
-        """Return a head of these tokens, in the given order.
+        """Return a head for these tokens only, in the given order.
 
-        Rows of a plain layer are dealt out again, equally many to each rank. Otherwise the first
+        Rows of a plain layer are distributed anew, equally many to each rank. Otherwise the first
         rank might have all of them, since frequent tokens have low ids, and the others would wait
-        for it. In other layers every rank keeps the rows that it has here.
+        for it. In other layers every rank keeps its own rows.
 
         Args:
             slice_rows: returns some rows of a rank's part.
@@ -519,7 +519,7 @@ class GatheredHead(nn.Module):
 
 
 def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
-    """Connect one rank's model to the others: wrap the layers that sum parts, and the lm_head."""
+    """Wrap one rank's model so that it computes with the other ranks: the layers that sum parts, and the lm_head."""
     form = shard.form
     for layer in layers_of(model).layers:
         attention = layer.self_attn
@@ -537,7 +537,7 @@ def joined(model: Any, ranks: RankGroup, shard: Shard) -> Any:
 
 
 def fit_row_norms(model: Any, shard: Shard) -> None:
-    """Give norms of whole rows as many weights as a rank has: OLMoE's class reads their number off the hidden size."""
+    """Resize norms of whole rows to a rank's weights, since OLMoE's class derives their size from the hidden size."""
     if not shard.form.has_row_norms:
         return
     for layer in layers_of(model).layers:
@@ -550,7 +550,8 @@ def fit_row_norms(model: Any, shard: Shard) -> None:
 
 
 def group_size_of(quantization: Mapping[str, Any] | None) -> int | None:
-    """Return the inputs that ranks cannot take apart, by a checkpoint's quantization_config; None for plain weights."""
+    """Return the number of consecutive inputs that must stay on one rank, from a
+    quantization_config; None for plain weights."""
     if quantization is None:
         return None
 

@@ -1,1 +1,1 @@
-"""Engines behind one protocol: what is above it answers requests, whichever engine does the work."""
+"""Engine clients behind one protocol: callers send requests without knowing which engine answers."""

@@ -1,8 +1,8 @@
-"""How each dialect of OpenAI's protocol spells the parameters of a request: one table for all of them.
+"""Translate request parameters into each server's dialect of OpenAI's protocol, by one table.
 
-SPELLINGS has a row for each parameter of `requests/parameters.py`, and in it the spelling of each dialect
-that can say it. A parameter with another value than its default that a dialect cannot say is refused
-before anything is sent: nothing is dropped.
+SPELLINGS has a row for each parameter of `requests/parameters.py`, with its spelling in each
+dialect that supports it. A parameter with a value other than its default that the dialect does not
+support is refused before anything is sent, never dropped.
 
     body_of(request, config, sampling, "vllm", seed=7)
     # ("/chat/completions", {"model": ..., "messages": [...], "max_tokens": 256, ...})
@@ -32,10 +32,10 @@ SEED_BITS = 31  # of a seed that is sent: every dialect takes these
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How one dialect says a parameter.
+    """How one dialect expresses a parameter.
 
     Attributes:
-        write: returns the fields of the body that say the value, by whether the body has messages.
+        write: returns the body's fields for a value, given whether the body has messages.
     """
 
     write: Callable[[Any, bool], Body]
@@ -179,19 +179,19 @@ _EXTRAS: Mapping[str, Body] = {
 
 
 def can_say(name: str, dialect: str) -> bool:
-    """Return whether a dialect can say a parameter."""
+    """Return whether a dialect supports a parameter."""
     return dialect in SPELLINGS[name]
 
 
 def refusal_of(name: str, dialect: str) -> str:
-    """Return why a parameter cannot be sent."""
+    """Return the error text for a parameter that a dialect does not support."""
     able = ", ".join(each for each in _EVERY if each in SPELLINGS[name])
     where = f"engine.dialect {able} can say it" if able else "only our own engine has it"
     return f"{name}: {dialect} has no such parameter, and {where}. Leave it out"
 
 
 def unsaid_settings(config: JobConfig, dialect: str) -> list[str]:
-    """Return why keys of the configuration cannot be sent, a line for each."""
+    """Return an error line for each configuration key that the dialect does not support."""
     lines = []
     for section, rows in (("sampling", SAMPLING), ("chat", CHAT)):
         values = getattr(config, section)
@@ -203,9 +203,9 @@ def unsaid_settings(config: JobConfig, dialect: str) -> list[str]:
 
 
 def is_scored_by_prompt(sampling: SamplingSettings, dialect: str) -> bool:
-    """Return whether a row is scored by the log-probabilities of prompts, and generates nothing.
+    """Return whether a row is scored by log-probabilities of prompt tokens, so that nothing is generated.
 
-    Raises RequestError if the dialect cannot tell what is scored.
+    Raises RequestError if the dialect does not return these.
     """
     if not sampling.is_scored:
         return False
@@ -223,10 +223,10 @@ def is_scored_by_prompt(sampling: SamplingSettings, dialect: str) -> bool:
 
 
 def body_of(request: Request, config: JobConfig, dialect: str, seed: int) -> tuple[str, Body]:
-    """Return the path and the body that ask for one sample. Raises RequestError for what cannot be said.
+    """Return path and body of the request for one sample. Raises RequestError for parameters that the dialect lacks.
 
     Args:
-        seed: key of this sample's noise; greedy samples have none.
+        seed: seed of this sample; unused for greedy samples.
     """
     sampling = request.sampling_params(config)
     is_chat = request.is_chat
@@ -242,7 +242,7 @@ def body_of(request: Request, config: JobConfig, dialect: str, seed: int) -> tup
 
 
 def wanted_form(sampling: SamplingSettings) -> tuple[str, Any] | None:
-    """Return the parameter that says what the output must be, and its value; None for free text."""
+    """Return the parameter of structured output that is set, and its value; None for free text."""
     for name in ("json_schema", "json_object", "regex", "choice"):
         value = getattr(sampling, name)
         if value:
@@ -266,7 +266,7 @@ def _prompt_of(request: Request) -> Body:
 
 
 def template_messages_of(messages: str) -> list[dict[str, Any]]:
-    """Return messages as OpenAI's API takes them: contents are texts, and arguments of calls are JSON texts."""
+    """Return messages in OpenAI's form: contents are texts, and arguments of calls are JSON texts."""
     written = []
     for message in template_messages(messages):
         calls = message.get("tool_calls")

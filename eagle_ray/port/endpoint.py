@@ -29,12 +29,12 @@ OPENAI_HOST = "api.openai.com"
 
 @dataclass(frozen=True, slots=True)
 class EndpointFacts:
-    """What an endpoint says of itself.
+    """Facts about an endpoint, from its list of models.
 
     Attributes:
-        models: names in its list; None if it has no list.
+        models: names in the list; None if the endpoint has no list.
         version: version of its software, or None.
-        max_model_len: tokens of a prompt and its output together, or None if it does not say.
+        max_model_len: maximum tokens of a prompt and its output together; None if unknown.
     """
 
     dialect: str
@@ -44,7 +44,7 @@ class EndpointFacts:
 
 
 def read_key(engine: EngineConfig) -> ApiKey:
-    """Return the key of an endpoint, an empty one if none is configured. Raises ConfigError."""
+    """Return the API key of an endpoint, empty if none is configured. Raises ConfigError."""
     if engine.api_key_env is not None:
         value = os.environ.get(engine.api_key_env, "").strip()
         if not value:
@@ -66,9 +66,9 @@ def read_key(engine: EngineConfig) -> ApiKey:
 
 
 def look_at(engine: EngineConfig, key: ApiKey) -> EndpointFacts:
-    """Return the facts of an endpoint, such as its software and version. Raises ConfigError if it cannot be used.
+    """Query an endpoint for its facts, such as its software and version. Raises ConfigError if it cannot be used.
 
-    Only the list of models is read: nothing is paid for.
+    Only the list of models is read, so nothing is paid for.
     """
     assert engine.base_url is not None, "a child has its own URL"
     facts = None

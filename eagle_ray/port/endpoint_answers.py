@@ -1,4 +1,4 @@
-"""What an endpoint's answer says: columns of an output row, or what went wrong and whether it may pass.
+"""Read an endpoint's response: into columns of an output row, or into a Failed that says whether a retry may help.
 
 read_answer(200, {"choices": [...], "usage": {...}})     # Answered(columns={"text": "Paris.", ...}, usage=...)
 read_answer(429, {"error": {"code": "insufficient_quota"}})     # raises Failed("insufficient_quota", ...)
@@ -54,13 +54,14 @@ _WAIT_FORM = re.compile(r"(?:(\d+)h)?(?:(\d+)m(?!s))?(?:([\d.]+)s)?(?:([\d.]+)ms
 
 
 class Failed(Exception):
-    """An attempt without an answer.
+    """An attempt at a request that gave no answer.
 
     Attributes:
-        kind: LIMITED, FAILED or INVALID if another attempt may succeed; else the kind of its end.
-        retry_after_s: seconds that the endpoint wants to be left alone, if it says so.
-        usage: tokens that were made all the same.
-        may_be_paid: whether the request was sent and had no answer, so that nothing is known of its cost.
+        kind: LIMITED, FAILED or INVALID if another attempt may succeed; else the kind of the final
+            error.
+        retry_after_s: seconds that the endpoint asks to wait, if it does.
+        usage: tokens that were generated nevertheless.
+        may_be_paid: whether the request was sent without a response, so that its cost is unknown.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A good answer: columns of its output row, and its usage; None if the endpoint tells none."""
+    """A good answer: the columns of its output row, and its usage, which is None if the endpoint does not report it."""
 
     columns: dict[str, Any]
     usage: TokenUsage | None
@@ -92,7 +93,7 @@ def read_answer(status: int, content: bytes, headers: Mapping[str, str], now: fl
     """Return the answer of a response. Raises Failed.
 
     Args:
-        now: Unix time, from which a date of Retry-After counts.
+        now: current Unix time, to interpret a date in Retry-After.
     """
     body = good_body(status, content, headers, now, lambda body: _choice_of(body) is not None)
     return _answered(body)
@@ -105,7 +106,7 @@ def good_body(
     now: float,
     is_answer: Callable[[Json], bool],
 ) -> Json:
-    """Return the body of a response that is an answer. Raises Failed for any other one.
+    """Return the body of a successful response. Raises Failed for any other response.
 
     Args:
         is_answer: returns whether a body without an error is an answer.
@@ -127,12 +128,12 @@ def good_body(
 
 
 def token_usage(body: Json) -> TokenUsage | None:
-    """Return the tokens of an answer; None if it tells none."""
+    """Return the token counts of a response; None if it reports none."""
     return TokenUsage.of_body(body) if isinstance(body.get("usage"), dict) else None
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> float | None:
-    """Return the seconds of Retry-After, which has a number or a date; None without one that can be read."""
+    """Return the seconds of Retry-After, which has a number or a date; None if missing or unreadable."""
     text = headers.get("retry-after-ms")
     if text is not None and (milliseconds := _number(text)) is not None:
         return milliseconds / 1000
@@ -148,7 +149,8 @@ def retry_after(headers: Mapping[str, str], now: float) -> float | None:
 
 
 def limit_headers(headers: Mapping[str, str], now: float) -> tuple[float, float] | None:
-    """Return how many requests may follow, and the seconds until there may be more; None if it is not said."""
+    """Return from x-ratelimit headers how many requests may follow and the seconds until more may;
+    None if not reported."""
     remaining = _number(headers.get("x-ratelimit-remaining-requests", ""))
     if remaining is None:
         remaining = _number(headers.get("x-ratelimit-remaining", ""))
@@ -158,7 +160,7 @@ def limit_headers(headers: Mapping[str, str], now: float) -> tuple[float, float]
 
 
 def duration_s(text: str, now: float) -> float | None:
-    """Return the seconds of a text such as 6m0s, 20ms, 1.5 or a Unix time in seconds or milliseconds."""
+    """Parse the seconds of a text such as 6m0s, 20ms, 1.5 or a Unix time in seconds or milliseconds."""
     if (number := _number(text)) is not None:
         if number > 1e11:
             number /= 1000

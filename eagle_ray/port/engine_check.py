@@ -1,4 +1,4 @@
-"""Checks of another engine before a job starts: nothing that is paid for is sent.
+"""Check another engine before a job starts, without a request that costs money.
 
 target = check_engine(config, row_settings=["top_k"])
 target.dialect       # "vllm"
@@ -22,10 +22,10 @@ SCORED = ("continuations", "score_text")  # parameters by which a row is scored
 
 
 def check_engine(config: JobConfig, row_settings: Iterable[str] = ()) -> Target | None:
-    """Return the endpoint that a job's requests go to; None if workers start it. Raises ConfigError.
+    """Check a job's endpoint and return it; None if workers start the server. Raises ConfigError.
 
     Args:
-        row_settings: names of parameters that are columns of the input.
+        row_settings: names of request parameters that are columns of the input.
     """
     engine = config.engine
     target = None

@@ -1,12 +1,12 @@
-"""EngineClient: what answers requests, whichever engine it is.
+"""EngineClient: the protocol by which requests are answered, whichever engine does it.
 
     client = InProcessClient(bundle.engine, make_sequences, rows, limits)
     call = Call()
     rows = await client.answer(request, range(2), call)      # a row for each of the two samples
 
-Two kinds of errors are told apart. A RequestError is the request's own, and every other request can
-be answered. Any other error is the engine's: EngineError if its process should be replaced, JobError
-if no worker can go on.
+There are two kinds of errors. A RequestError concerns one request; others can be answered. Any
+other error concerns the engine: EngineError if its process should be replaced, JobError if no
+worker can go on.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("eagle_ray")
 
 
 class AdmissionStopped(Exception):
-    """No further request may be sent in this run."""
+    """Raised when the run may send no further request."""
 
 
 class Admitted(Protocol):
-    """A sample or a turn that an engine has: admitted_at is when it got a slot, None before."""
+    """A sample or a turn that was given to an engine. admitted_at is the time when it got a slot, None before."""
 
     @property
     def admitted_at(self) -> float | None: ...
@@ -41,10 +41,10 @@ class Admitted(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One row's samples and turns that were given to an engine so far, and what waits for them.
+    """One row's samples and turns at an engine so far, and the tasks that wait for them.
 
     Attributes:
-        is_skipped: whether the row is taken back because the run begins no further row.
+        is_skipped: whether the row was withdrawn because the run starts no further row.
     """
 
     parts: list[Admitted] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Call:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a sample has got a slot."""
+        """Return whether any of the samples has got a slot."""
         return any(part.admitted_at is not None for part in self.parts)
 
     def cancel(self) -> None:
@@ -62,9 +62,9 @@ class Call:
             task.cancel()
 
     async def run(self, parts: Iterable[Admitted], tasks: list[asyncio.Task[Any]]) -> list[Any]:
-        """Return the tasks' results. If one fails, the others are aborted.
+        """Run tasks and return their results. If one fails, the others are aborted.
 
-        A conversation's task may first run after its row was taken back: then nothing is begun.
+        A conversation's task may first run after its row was withdrawn. Then nothing is started.
         """
         self.parts += parts
         self.tasks += tasks
@@ -75,7 +75,7 @@ class Call:
                 task.cancel()
 
     def check_not_skipped(self) -> None:
-        """Raise CancelledError if the row was taken back."""
+        """Raise CancelledError if the row was withdrawn."""
         if self.is_skipped:
             raise asyncio.CancelledError
 
@@ -86,11 +86,12 @@ class EngineClient(Protocol):
     async def answer(self, request: Request, samples: Iterable[int], call: Call) -> list[OutputRow]:
         """Return a row for each of these samples.
 
-        Raises RequestError, an error of the engine, or AdmissionStopped if the run sends no further request.
+        Raises RequestError, an error of the engine, or AdmissionStopped if the run sends no further
+        request.
 
         Args:
             request: a prompt, or the next turn of a conversation.
-            call: gets what the engine has of the row, so that it can be cancelled.
+            call: record of the row's samples at the engine, by which they can be cancelled.
         """
         ...
 
@@ -99,19 +100,19 @@ class EngineClient(Protocol):
         ...
 
     def close(self) -> None:
-        """End the engine; what is in flight gets EngineError."""
+        """End the engine. Requests in flight get EngineError."""
         ...
 
 
 @contextmanager
 def as_row_error(request: Request, is_private: bool) -> Iterator[None]:
-    """Return any error that one row's content causes as that row's error.
+    """Turn any error that one row's content causes into that row's RequestError.
 
-    The only broad catch: tokenizers, templates and answers of endpoints are arbitrary text, and one row
-    must never end the job.
+    The only broad catch: tokenizers, templates and answers of endpoints are arbitrary text, and one
+    row must never end the job.
 
     Args:
-        is_private: the log quotes nothing of the row.
+        is_private: whether the log must not quote the row.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """HttpClient: answer rows through an HTTP endpoint of OpenAI's protocol, with the interface of an engine.
 
-Each sample is a request of its own, with attempts as `port/attempts.py` makes them. Answers that the
-run has paid for are read from `spend`, and not requested again after a restart.
+Each sample is a separate request, with retries as in `port/attempts.py`. Answers that the run has
+paid for are read from `spend`, and not requested again after a restart.
 
     client = HttpClient(config, target, throttle, rows, spend)
     rows = await client.answer(request, range(2), Call())
@@ -67,9 +67,9 @@ class HttpSample:
     """One sample at the endpoint.
 
     Attributes:
-        admitted_at: when its first request was sent, in monotonic seconds; None before.
-        attempts: requests that were sent.
-        throttled_s: seconds for which limits held it back.
+        admitted_at: time of its first request, in monotonic seconds; None before.
+        attempts: number of requests that were sent.
+        throttled_s: seconds for which limits delayed it.
     """
 
     began_at: float = field(default_factory=time.monotonic)
@@ -117,7 +117,8 @@ class HttpClient:
     async def answer(self, request: Request, samples: Iterable[int], call: Call) -> list[OutputRow]:
         """Return a row for each of these samples, as EngineClient.answer does.
 
-        Raises AdmissionStopped, once what is in flight has ended, if the job sends no further request.
+        Raises AdmissionStopped if the job sends no further request, once requests in flight have
+        ended.
         """
         request.check()
         call.check_not_skipped()

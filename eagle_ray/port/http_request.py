@@ -1,4 +1,4 @@
-"""HttpRequest: what is sent to an endpoint for a row, and how its answer is read.
+"""HttpRequest: one request to an endpoint for a row, with the function that reads its response.
 
 http_request = sample_request(request, config, target.dialect, index=0)
 http_request.url("http://127.0.0.1:8000/v1")     # "http://127.0.0.1:8000/v1/chat/completions"
@@ -32,8 +32,8 @@ class HttpRequest:
     Attributes:
         row_id: id of the row that it belongs to.
         path: path behind the endpoint's base URL.
-        is_native: the path is behind that URL without its /v1.
-        content: the body as it is sent.
+        is_native: whether the path follows the base URL without its /v1.
+        content: body in bytes.
         key: digest of the row, the sample and the body.
     """
 
@@ -61,13 +61,13 @@ class HttpRequest:
         return cls(str(request.id), path, body, content, key, read, is_native)
 
     def url(self, base: str) -> str:
-        """Return where it goes at an endpoint of this base URL."""
+        """Return the full URL for an endpoint's base URL."""
         root = base.removesuffix("/v1") if self.is_native else base
         return f"{root}{self.path}"
 
 
 def sample_request(request: Request, config: JobConfig, dialect: str, index: int) -> HttpRequest:
-    """Return the request for one sample. Raises RequestError for what cannot be said."""
+    """Return the request for one sample. Raises RequestError for parameters that the dialect lacks."""
     seed = seed_of(request, config.seed, index)
     path, body = body_of(request, config, dialect, seed)
     read = partial(_read_sample, request.sampling_params(config))

@@ -1,4 +1,4 @@
-"""HttpRows: output rows of an endpoint's answers, and the columns that jobs of other engines have besides.
+"""HttpRows: makes output rows from an endpoint's answers, with additional columns for jobs of other engines.
 
 output_schema(ENGINE_FIELDS)
 rows.of(request, sample_index=0, columns=answered.columns)
@@ -27,7 +27,7 @@ SEEDED = ("vllm", "sglang", "llama_server")
 
 @dataclass(frozen=True, slots=True)
 class HttpRows(RequestRows):
-    """The rows of an endpoint's answers."""
+    """Makes the output rows of an endpoint's answers."""
 
     def of(self, request: Request, sample_index: int, columns: dict[str, Any]) -> OutputRow:
         """Return the row of one sample."""
@@ -42,7 +42,7 @@ class HttpRows(RequestRows):
         return row
 
     def of_scores(self, request: Request, columns: dict[str, Any]) -> OutputRow:
-        """Return the row of a request that generates nothing."""
+        """Return the row of a request that only scores and generates nothing."""
         sampling = request.sampling_params(self.config)
         return self._answered(request, sampling, columns) | {"sample_index": 0}
 
@@ -64,7 +64,7 @@ class HttpRows(RequestRows):
     def of_failure(
         self, request: Request, sample_index: int, failed: Failed, columns: dict[str, Any]
     ) -> OutputRow:
-        """Return the error row of one sample, with what the endpoint told of it."""
+        """Return the error row of one sample, with the endpoint's own facts about it."""
         error = RequestError(failed.kind, str(failed))
         named = {field.name for field in ENGINE_FIELDS}
         engine_columns = {name: value for name, value in columns.items() if name in named}
@@ -72,7 +72,7 @@ class HttpRows(RequestRows):
 
 
 def determinism_of(dialect: str, columns: dict[str, Any]) -> str:
-    """Return whether the same request has the same answer: exact, engine (as far as it promises) or none."""
+    """Return whether an equal request gets an equal answer: exact, engine (as far as that engine promises) or none."""
     if dialect == "eagle_ray":
         return "exact"
     is_seeded = dialect in SEEDED or columns.get("system_fingerprint") is not None
@@ -80,7 +80,7 @@ def determinism_of(dialect: str, columns: dict[str, Any]) -> str:
 
 
 def check_form(sampling: SamplingSettings, columns: dict[str, Any]) -> None:
-    """Raise Failed of kind INVALID for a whole answer that is not of the form that it must have."""
+    """Raise Failed of kind INVALID if a complete answer does not have the requested structure."""
     form = wanted_form(sampling)
     if form is None or columns.get("finish_reason") == "length" or columns.get("tool_calls"):
         return

@@ -37,10 +37,10 @@ class Target:
     Attributes:
         urls: base URLs of its servers, without a slash at their ends.
         dialect: how it spells requests, such as openai (`dialects.py`).
-        key: the API key that is sent with requests.
+        key: API key that is sent with requests.
         version: version of the endpoint's software, or None.
-        price: dollars for its tokens; None if they are not known.
-        max_model_len: tokens of a prompt and its output together, or None if that is not told.
+        price: dollars per token; None if unknown.
+        max_model_len: maximum tokens of a prompt and its output together; None if unknown.
     """
 
     urls: Sequence[str]

@@ -1,7 +1,7 @@
-"""InProcessClient: an engine of this process behind the port.
+"""InProcessClient: an engine of this process with the interface of EngineClient.
 
-A row that holds a slot longer than its timeout becomes an error; the clock starts when the engine
-admits the sequence, so time in the queue does not count.
+A row that occupies a slot longer than its timeout becomes an error; the clock starts when the
+engine admits the sequence, so time in the queue does not count.
 
     client = InProcessClient(bundle.engine, make_sequences, rows, timeout_s=60.0)
 """
@@ -26,7 +26,7 @@ MakeSequences = Callable[[Request, Iterable[int]], list[Sequence]]
 
 
 class InProcessClient:
-    """An engine that runs in a thread of this process.
+    """A client of an engine that runs in a thread of this process.
 
     Attributes:
         engine: the engine's thread. Its step loop has the engine itself.

@@ -1,4 +1,4 @@
-"""One real row before a job: what an endpoint's answer has, and what it lacks.
+"""Send one real row to an endpoint before a job, and report what its answer contains and lacks.
 
 preflight(request, config, target)
 # ["answer   12 output tokens of 3 prompt tokens, finish_reason stop", "returned usage, system_fingerprint", ...]
@@ -33,7 +33,8 @@ PARTS = {
 
 
 def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
-    """Send one row as the job would, and return lines about its answer. Raises ConfigError for none, RequestError."""
+    """Send one row as the job would, and return report lines on its answer. Raises ConfigError if
+    there is none, RequestError."""
     sent = first_request(request, config, target)
     if sent is None:
         return ["answer   none: every continuation of the first row is empty"]
@@ -56,7 +57,8 @@ def preflight(request: Request, config: JobConfig, target: Target) -> list[str]:
 
 
 def first_request(request: Request, config: JobConfig, target: Target) -> HttpRequest | None:
-    """Return the first request of a row; None for one that is scored without any. Raises ConfigError, RequestError."""
+    """Return the first request of a row; None for a row that is scored without any. Raises
+    ConfigError, RequestError."""
     if not is_scored_by_prompt(request.sampling_params(config), target.dialect):
         return sample_request(request, config, target.dialect, index=0)
     from eagle_ray.port.scored_row import ScoredRow, tokenizer_of  # transformers

@@ -1,10 +1,11 @@
-"""The price of an endpoint's tokens: what the configuration gives, or what the package genai-prices knows.
+"""Find the price of an endpoint's tokens: in the configuration, or in the package genai-prices.
 
     price_of(config.engine)
     # PriceConfig(input=0.15, cached=0.075, output=0.6), dollars for a million tokens
 
-The package has its prices in itself: nothing is fetched. A provider is found by `engine.base_url`. Where a
-price depends on the prompt's length, the highest one counts, so that a limit of dollars holds.
+The package contains its prices, so nothing is fetched. The provider is found by `engine.base_url`.
+If a price depends on the prompt's length, the highest one is used, so that a limit of dollars
+holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MILLION = 1_000_000
 def price_of(engine: EngineConfig) -> PriceConfig | None:
     """Return the price of the endpoint's tokens; None if none is configured.
 
-    Raises ConfigError if it has to be looked up, and the package or its entry is missing.
+    Raises ConfigError if it must be looked up and the package or its entry is missing.
     """
     if engine.price != "auto":
         return engine.price
@@ -59,7 +60,7 @@ def _look_up(model: str, url: str) -> PriceConfig:
 
 
 def version_of_prices() -> str:
-    """Return the package and its version, which says when its prices were written down."""
+    """Return the package's name and version, which dates the prices."""
     from importlib.metadata import version
 
     return f"genai-prices {version('genai-prices')}"

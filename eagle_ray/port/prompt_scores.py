@@ -1,10 +1,10 @@
-"""How each dialect tells the log-probabilities of a prompt's own tokens: one table for all of them.
+"""Request and read log-probabilities of prompt tokens in each dialect, by one table.
 
 PROMPT_SCORES["vllm"].body([1, 5, 7], 2)       # {"prompt": [1, 5, 7], "prompt_logprobs": 1, ...}
 PROMPT_SCORES["vllm"].read(answer, [1, 5, 7], 2)      # [(-0.25, True), (-3.0, False)], of the last two tokens
 
-Prompts are token ids, so what is scored does not depend on how the other side splits a text. llama.cpp's
-server has no row: it refuses `echo` and tells log-probabilities of output tokens alone.
+Prompts are token ids, so scores do not depend on the server's tokenization. llama.cpp's server has
+no row: it refuses `echo` and returns log-probabilities of output tokens only.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ TEXT_PATH, GENERATE_PATH = "/completions", "/generate"
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """How one dialect is asked.
+    """How prompt log-probabilities are requested and read in one dialect.
 
     Attributes:
-        path: path behind the base URL, or with is_native behind that URL without its /v1.
-        body: returns the fields for a prompt whose last tokens are scored, by its ids and their number.
-        read: returns the scores of these tokens from an answer. Raises IndexError, KeyError, TypeError
-            or ValueError if the answer has another form.
+        path: path behind the base URL; with is_native, behind that URL without its /v1.
+        body: returns the body's fields, given the prompt's ids and how many of the last ones are
+            scored.
+        read: returns these tokens' scores from an answer. Raises IndexError, KeyError, TypeError or
+            ValueError if the answer has another form.
         is_answer: returns whether a body is an answer.
-        usage: returns the tokens of an answer.
-        facts: returns the columns of an answer that name the server.
+        usage: returns the token counts of an answer.
+        facts: returns columns that identify the server, from an answer.
     """
 
     path: str

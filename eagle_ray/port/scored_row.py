@@ -1,7 +1,7 @@
-"""ScoredRow: the requests of a row that is scored by an endpoint, and its columns once they are answered.
+"""ScoredRow: the requests that score a row at an endpoint, and the row's columns once they are answered.
 
-The prompt is tokenized here, with the rules of our own engine, and each request is a prompt of token ids.
-Continuations are a trie: one request for each of its leaves tells the scores of all of its nodes.
+The prompt is tokenized here, by the rules of our own engine, and each request is a prompt of token
+ids. Continuations form a trie: one request per leaf gives the scores of all nodes.
 
     row = ScoredRow.of(request, config, target, tokenizer)
     for part in row.parts:
@@ -42,8 +42,8 @@ class ScoredPart:
     """One request of a row.
 
     Attributes:
-        prompt_ids: what the sequence reads before the scored tokens.
-        leaf: node of the trie that the request's prompt ends with.
+        prompt_ids: ids of the prompt before the scored tokens.
+        leaf: leaf of the trie at which the request's prompt ends.
     """
 
     prompt_ids: list[int]
@@ -53,7 +53,7 @@ class ScoredPart:
 
 @dataclass(slots=True, eq=False)
 class ScoredRow:
-    """A row that is scored.
+    """A row that an endpoint scores.
 
     Attributes:
         sequences: its prompt with its continuations, or the windows over its document.
@@ -71,7 +71,7 @@ class ScoredRow:
     def of(
         cls, request: Request, config: JobConfig, target: Target, tokenizer: Tokenizer
     ) -> ScoredRow:
-        """Raises RequestError for a row that cannot be scored."""
+        """Build the requests of a row. Raises RequestError for a row that cannot be scored."""
         length = target.max_model_len
         window = None if length is None else max(1, length - SENT_BESIDES)
         sequences = sequences_of(request, config, tokenizer, 1, window)
@@ -79,7 +79,7 @@ class ScoredRow:
 
     @property
     def parts(self) -> list[ScoredPart]:
-        """Return what is to be asked: nothing for continuations that are all empty."""
+        """Return the parts to request; empty if all continuations are empty."""
         return [
             ScoredPart(sequence.prompt_ids, sequence.scoring, leaf)
             for sequence in self.sequences
@@ -88,7 +88,7 @@ class ScoredRow:
         ]
 
     def request_of(self, part: ScoredPart) -> HttpRequest:
-        """Return the request that tells the scores of a part."""
+        """Return the request for the scores of a part."""
         trie = part.scores.trie
         scored = [trie.tokens[node] for node in trie.path(part.leaf)]
         ids = part.prompt_ids + scored
@@ -104,7 +104,7 @@ class ScoredRow:
         self.answers.append(columns)
 
     def columns(self) -> OutputRow:
-        """Return the columns of the complete row: its scores, an empty output, and what its requests took."""
+        """Return the columns of the complete row: its scores, an empty output, and the totals of its requests."""
         first = self.sequences[0]
         sampling = self.request.sampling_params(self.config)
         is_stored = self.config.output.store_prompt

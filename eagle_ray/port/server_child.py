@@ -1,7 +1,7 @@
 """ServerChild: the server of another engine as a child of this process, on a loopback port.
 
-The child is watched by a small process: if this one ends in any way, the server and whatever it has started
-end, too.
+A small process watches: if this process ends in any way, it ends the server and all that the server
+has started.
 
     server = ServerChild(config.engine, on_line=print)
     target = server.wait_until_ready()
@@ -70,7 +70,7 @@ MODEL_FLAGS: Mapping[str, Callable[[str], list[str]]] = {
 
 
 def command_of_server(engine: EngineConfig) -> list[str]:
-    """Return the program that serves, without a model."""
+    """Return the program and its first arguments, without a model."""
     return list(engine.command or SERVER_PROGRAMS[engine.kind])
 
 
@@ -104,7 +104,7 @@ def _flags(values: Mapping[str, Any]) -> list[str]:
 
 
 class ServerChild:
-    """A server that runs, or loads its model."""
+    """Another engine's server as a child process, running or loading its model."""
 
     def __init__(self, engine: EngineConfig, on_line: Callable[[str], None]):
         """Start the server.
@@ -193,5 +193,6 @@ def _free_port() -> int:
 
 
 def environment_of_server() -> dict[str, str]:
-    """Return this process's environment without its module path, which another environment's Python must not see."""
+    """Return this process's environment without its module path, which must not reach the Python of
+    another environment."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""Flags of another engine's server: those that its own help lists, for a check before it is started.
+"""Check the flags of another engine's server against its own help, before it is started.
 
 unknown_flags(["vllm", "serve"], "vllm", ["max-model-len", "tensor-paralel-size"])
 # ["engine.serve_args: vllm serve has no --tensor-paralel-size. Did you mean --tensor-parallel-size?"]
@@ -22,12 +22,12 @@ HELP: Mapping[str, str] = {"vllm": "--help=all"}
 
 
 def unknown_flags(command: Sequence[str], kind: str, flags: Iterable[str]) -> list[str]:
-    """Return a line for each flag that the program's help does not list; none if it prints no help.
+    """Return an error line for each flag that the program's help does not list; none if it prints no help.
 
     Args:
-        command: the program and its first arguments, without a model.
-        kind: engine.kind.
-        flags: without their dashes.
+        command: program and its first arguments, without a model.
+        kind: value of engine.kind.
+        flags: names of flags without their dashes.
     """
     wanted = list(flags)
     known = _flags_of_help([*command, HELP.get(kind, "--help")]) if wanted else set()

@@ -1,11 +1,11 @@
-"""ServerLog: what the log of another engine's server says, without its stamps and stacks.
+"""ServerLog: summarise the log of another engine's server, without timestamps and stack traces.
 
     log = ServerLog()
     log.add("(EngineCore pid=7) ERROR 11-30 09:05:02 [core.py:15] ValueError: no memory is left")
     log.summary()      # "ValueError: no memory is left"
 
-A server that fails prints one stack for each of its processes, and the cause is in the first. So the
-summary begins with the first error.
+A server that fails prints one stack trace for each of its processes, and the first has the cause.
+So the summary begins with the first error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServerLog:
         self._last: deque[str] = deque(maxlen=LAST_LINES)
 
     def add(self, line: str) -> str:
-        """Add a line of the log, and return its message; "" for a line of a stack or without words."""
+        """Add a line of the log, and return its message; "" for a line of a stack trace or without words."""
         message = message_of(line)
         if not message:
             return ""
@@ -55,7 +55,7 @@ class ServerLog:
 
 
 def message_of(line: str) -> str:
-    """Return a line without the stamps of its logger, and "" if it is part of a stack."""
+    """Return a log line without its timestamp and logger; "" if it belongs to a stack trace."""
     rest, before = line.rstrip(), ""
     while rest != before:
         before = rest

@@ -1,12 +1,13 @@
-"""What a run has paid for: a line for each attempt at a request, written as soon as it ends.
+"""SpendLog: record what a run pays an endpoint, with a line for each attempt at a request as soon as it ends.
 
     OUT/spend/5f0c2a91d3b7-0001-host-4711.jsonl
     {"key": "8d0f...", "request_id": "q1", "kind": "answered", "prompt_tokens": 40, ..., "columns": {"text": ...}}
 
-What a run has spent is the sum of these lines, not of its rows: failed attempts count, and so do answers of
-rows that a kill has lost. A line of an answer has its columns, so a run that goes on does not ask for it
-again: after a kill, only requests that were in flight are paid twice. Once the run is done, the columns are
-taken out. On object storage a file cannot grow, so lines are written together every FLUSH_S.
+A run's spending is the sum of these lines, not of its rows: failed attempts count, and so do
+answers whose rows a kill has lost. The line of an answer has its columns, so a resumed run does not
+request it again: after a kill, only requests that were in flight are paid twice. Once the run is
+done, the columns are removed. On object storage a file cannot grow, so lines are written together
+every FLUSH_S.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Attempt:
     Attributes:
         key: digest of the row, the sample and the body.
         kind: ANSWERED, or the kind of its failure.
-        usage: None if the endpoint told none.
-        dollars: None if the price is not known.
+        usage: token counts; None if the endpoint reported none.
+        dollars: cost of the attempt; None if the price is unknown.
         columns: the answer's columns; None for a failure.
-        perhaps_dollars: what a request without an answer may have cost all the same.
+        perhaps_dollars: possible cost of a request without a response.
     """
 
     key: str
@@ -69,7 +70,7 @@ class Attempt:
 
 
 class SpendLog:
-    """The file of one worker."""
+    """The log file of one worker."""
 
     def __init__(self, run: Run, worker_id: str):
         self.run = run
@@ -83,13 +84,13 @@ class SpendLog:
         self._flushed_at = time.monotonic()
 
     def append(self, attempt: Attempt) -> None:
-        """Write an attempt; on object storage with the others of the last FLUSH_S."""
+        """Write an attempt; on object storage, together with the others of the last FLUSH_S."""
         self._lines.append(dump_json(attempt.as_json(), ensure_ascii=False) + "\n")
         if self._directory.is_local or time.monotonic() - self._flushed_at >= FLUSH_S:
             self.flush()
 
     def flush(self) -> None:
-        """Write the lines that wait."""
+        """Write the lines that are not written yet."""
         if not self._lines:
             return
         data = "".join(self._lines).encode()
@@ -104,7 +105,7 @@ class SpendLog:
         path.write_atomic(data)
 
     def close(self) -> None:
-        """Write the lines that wait, and close the file."""
+        """Write the remaining lines, and close the file."""
         self.flush()
         if self._file is not None:
             os.close(self._file)
@@ -120,11 +121,11 @@ class SpendLog:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a file, and what it says.
+    """A parsed line of a log file.
 
     Attributes:
-        position: its file, its first byte and its number of bytes.
-        facts: what Attempt.as_json has made.
+        position: file of the line, its first byte and its number of bytes.
+        facts: result of Attempt.as_json.
     """
 
     position: tuple[StoragePath, int, int]
@@ -132,16 +133,16 @@ class Entry:
 
     @property
     def usage(self) -> TokenUsage:
-        """Return the attempt's tokens; none if the endpoint told none."""
+        """Return the attempt's token counts; zero if the endpoint reported none."""
         return TokenUsage(*(self.facts[name] for name in TOKENS))
 
 
 class StoredAnswers:
-    """The answers in the files of a run: the first of each key. What an answer says is read when it is needed.
+    """The answers in a run's log files, the first one for each key. An answer's columns are read on demand.
 
     Attributes:
-        num_by_kind: numbers of answers.
-        usage: tokens of all of them.
+        num_by_kind: number of answers of each kind.
+        usage: token counts of all answers.
     """
 
     def __init__(self, run: Run):
@@ -162,7 +163,7 @@ class StoredAnswers:
         return len(self._positions)
 
     def add(self, answer: Attempt) -> bool:
-        """Count an answer that is to be written. Return False if there is one of its key, which stays."""
+        """Count an answer that is about to be written. Return False if its key already has one, which stays."""
         if answer.key in self:
             return False
         self._positions[answer.key] = None
@@ -199,13 +200,13 @@ class StoredAnswers:
 
 
 def spend_files(run: Run) -> list[StoragePath]:
-    """Return the files of attempts, in order. Those of a run that was overwritten are not among them."""
+    """Return the log files of attempts, in order, without those of an overwritten run."""
     directory = run.output / SPEND
     return sorted(directory.glob(f"{run.run_id}-*.jsonl")) if directory.is_directory() else []
 
 
 def entries_of(run: Run) -> Iterator[Entry]:
-    """Yield the attempts of a run; the last line of a killed worker may be cut, and is left out."""
+    """Yield the attempts in a run's log files. A cut last line of a killed worker is left out."""
     for path in spend_files(run):
         start = 0
         with path.open() as file:
@@ -219,7 +220,7 @@ def entries_of(run: Run) -> Iterator[Entry]:
 def spend_summary(run: Run) -> Json:
     """Return the sums over all attempts of a run.
 
-    The entry dollars is None if the price of one is not known. Those of perhaps_dollars are not in it.
+    `dollars` is None if the price of an attempt is unknown. It does not include perhaps_dollars.
     """
     total: Json = dict.fromkeys(("requests", "answered", "limited", "without_usage", *TOKENS), 0)
     dollars = 0.0
@@ -246,7 +247,7 @@ def spend_summary(run: Run) -> Json:
 
 
 def drop_answers(run: Run) -> None:
-    """Take the columns out of the lines of a run whose rows are all in its part files."""
+    """Remove the columns from the log of a run whose rows are all in part files."""
     for path in spend_files(run):
         entries = [_facts(line) for line in path.read_bytes().splitlines()]
         if not any(entry is not None and entry.get("columns") for entry in entries):

@@ -1,11 +1,13 @@
-"""Throttle: how many requests are in flight at an endpoint, and how fast they follow each other.
+"""Throttle: limit the requests in flight at an endpoint, and the rate at which they are sent.
 
-One throttle serves all workers of a job, because an endpoint counts by its key. It obeys limits that are
-configured, Retry-After and `x-ratelimit-*`, and finds the rest out:
+One throttle serves all workers of a job, because an endpoint counts requests by API key. It obeys
+configured limits, Retry-After and `x-ratelimit-*`, and finds the other limits by itself:
 
-- Requests in flight: a burst of answers that say "limited" cuts their number once; each 25 answers without
+- Requests in flight: a burst of answers that say "limited" cuts their number once; each 25 answers
+without
   one add one. Without any, the number grows for as long as that makes tokens come faster.
-- Pace: after a first burst, requests follow each other as fast as they were answered before it, and that pace
+- Pace: after a first burst, requests follow each other as fast as they were answered before it, and
+that pace
   grows by one hundredth every few seconds.
 
     throttle = Throttle(ThrottleSettings(concurrency=8, requests_per_minute=600))
@@ -13,8 +15,8 @@ configured, Retry-After and `x-ratelimit-*`, and finds the rest out:
     ...                                                # send the request, and read its answer
     await throttle.release(permit, AttemptOutcome(tokens=280, dollars=0.0002))
 
-Whatever stops the job stops the throttle: then `acquire` raises AdmissionStopped, and rows that are in flight
-end whole.
+If the job stops, the throttle stops: then `acquire` raises AdmissionStopped, and rows in flight are
+finished.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ PERMIT_S = 60.0  # seconds beyond a request's timeout after which its permit is 
 
 @dataclass(frozen=True, slots=True)
 class ThrottleSettings:
-    """What is configured of a throttle.
+    """The configured limits of a throttle.
 
     Attributes:
-        concurrency: requests in flight; None to find it out.
-        timeout_s: seconds of a request.
-        max_dollars: what all requests may cost; None for no limit.
-        spent: dollars of earlier attempts.
+        concurrency: maximum requests in flight; None to adapt it.
+        timeout_s: maximum seconds of a request.
+        max_dollars: budget for all requests; None for no limit.
+        spent: dollars that earlier attempts have spent.
     """
 
     concurrency: int | None = None
@@ -68,7 +70,7 @@ class ThrottleSettings:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request is expected to take: tokens of prompt and output, and dollars at most."""
+    """Expected consumption of a request: tokens of prompt and output, and maximum dollars."""
 
     tokens: float = 0.0
     dollars: float = 0.0
@@ -79,8 +81,10 @@ class Permit:
     """The permission to send one request.
 
     Attributes:
-        burst: number of bursts so far; limited answers of an earlier burst cut nothing.
-        waited_s: seconds for which a pause or a pace delayed it, without those until a request ended.
+        burst: number of the current burst; limited answers to requests of an earlier burst reduce
+            nothing.
+        waited_s: seconds of delay by a pause or the pace, without the wait for another request to
+            end.
     """
 
     number: int
@@ -95,13 +99,13 @@ class AttemptOutcome:
     """How a request ended.
 
     Attributes:
-        tokens: tokens of prompt and output; None if they are not known.
-        dollars: what it cost, or at most could.
-        is_limited: whether the answer said that a limit is reached.
+        tokens: tokens of prompt and output; None if unknown.
+        dollars: cost, or the maximum possible cost.
+        is_limited: whether the response said that a limit is reached.
         is_good: whether it was answered.
-        retry_after_s: seconds that the endpoint wants to be left alone.
-        remaining, reset_s: requests that may follow by the answer's headers, and the seconds until
-            there may be more.
+        retry_after_s: seconds that the endpoint asks to wait.
+        remaining, reset_s: number of requests that may follow, from the response's headers, and the
+            seconds until more may.
     """
 
     tokens: float | None = None
@@ -115,14 +119,14 @@ class AttemptOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Why no further request is sent: a kind of STOPS, and the endpoint's words."""
+    """Why no further request is sent: a kind of STOPS, and the endpoint's message."""
 
     kind: str
     words: str
 
 
 class ThrottleClient(Protocol):
-    """A throttle of this process or of another."""
+    """Protocol of a throttle in this process or in another."""
 
     async def acquire(self, demand: Demand) -> Permit:
         """Wait until a request may be sent. Raises AdmissionStopped."""
@@ -133,13 +137,13 @@ class ThrottleClient(Protocol):
         ...
 
     async def stop(self, stop: Stop) -> None:
-        """Let no further request be sent."""
+        """Allow no further request."""
         ...
 
 
 @dataclass(slots=True)
 class RateWindow:
-    """Tokens since a moment, while as many requests were in flight as were allowed."""
+    """Tokens received since a moment, while the number of requests in flight was at its limit."""
 
     since: float
     tokens: float = 0.0
@@ -148,11 +152,11 @@ class RateWindow:
 
 @dataclass(slots=True)
 class Pacer:
-    """Moments at which requests, or their tokens, may follow each other.
+    """Spaces requests, or their tokens, to a maximum rate.
 
     Attributes:
-        per_s: how many may follow in a second; None for any number.
-        free_at: when the next may.
+        per_s: maximum number per second; None for no limit.
+        free_at: time at which the next may be sent.
     """
 
     per_s: float | None
@@ -172,7 +176,7 @@ class Pacer:
 
 @dataclass(slots=True)
 class Throttle:
-    """A throttle of this process. Its times are those of `clock`, and `sleep` waits by them."""
+    """A throttle of this process. `clock` gives its times, and it waits by `sleep`."""
 
     settings: ThrottleSettings
     clock: Callable[[], float] = time.monotonic
@@ -251,7 +255,7 @@ class Throttle:
         self._changed.set()
 
     async def stop(self, stop: Stop) -> None:
-        """Let no further request be sent; the first reason stays."""
+        """Allow no further request. The first reason is kept."""
         self.stopped = self.stopped or stop
         self._changed.set()
 

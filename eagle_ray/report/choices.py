@@ -3,9 +3,9 @@
     summary = choices_summary(read, has_answer=True)
     summary["accuracy"], summary["label_mass"]      # 0.71, 0.93
 
-A row is right if `best` is the index in its column `answer`, as lm-eval's `acc` has it, and by byte
-if `best_by_byte` is, as `acc_norm`. The confidence of a row is the share of its best continuation in
-the probabilities of all of them, and its margin is by how much its score is above the second best.
+A row is right if its column `answer` is the index `best`, as in lm-eval's `acc`, and right by byte
+if it is `best_by_byte`, as in `acc_norm`. The confidence of a row is the best continuation's share
+of the total probability, and its margin is the difference of the two best scores.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def choices_line(summary: dict[str, Any] | None) -> str:
 
 
 def confidence_of(scores: list[float]) -> float:
-    """Return the share of the best continuation in the probabilities of all."""
+    """Return the best continuation's share of the probability of all continuations."""
     largest = max(scores)
     return 1 / sum(math.exp(score - largest) for score in scores)
 
 
 def margin_of(scores: list[float]) -> float:
-    """Return by how much the best score is above the second best of at least two."""
+    """Return the difference of the two best scores; there must be at least two."""
     second, best = sorted(scores)[-2:]
     return best - second
 

@@ -46,7 +46,7 @@ Pair = tuple[float, float, float, float]
 
 
 def outputs(read: ReadColumns) -> dict[Key, Output]:
-    """Return the output token ids of each row. Raises ValueError if the run stored no token ids."""
+    """Return the output token ids of each row by its key. Raises ValueError if the run stored no token ids."""
     by_key: dict[Key, Output] = {}
     for table in read(OUTPUT_COLUMNS):
         for row in table.to_pylist():
@@ -61,7 +61,7 @@ def outputs(read: ReadColumns) -> dict[Key, Output]:
 
 
 def id_of_turn(request_id: str, turn_index: int | None) -> str:
-    """Return the request's id, and the turn with it if it is a later one of a conversation."""
+    """Return the id of a row's request, with the turn appended for later turns of a conversation."""
     return f"{request_id}, turn {turn_index}" if turn_index else request_id
 
 

@@ -54,11 +54,11 @@ def cost(
     """Return speeds and costs of all attempts together, or None if their time is not known.
 
     Args:
-        total: the run's counts. Rows that a killed attempt lost are not in them, but its time is in
-            `usage`.
+        total: counts of the run. Rows that a killed attempt has lost are not included, but its time
+            is in `usage`.
         usage: seconds of the run and of its workers, and GPUs of a worker.
-        price_per_hour: dollars; None leaves the dollars out. The result has what an hour cost in the
-            mean.
+        price_per_hour: dollars per hour; None leaves the dollars out. The result has the mean price
+            of an hour.
     """
     if not usage or not usage["elapsed_s"]:
         return None
@@ -88,7 +88,7 @@ def cost(
 
 
 def priced_hours(worker_s: float, gpus_per_worker: float) -> float:
-    """Return the hours of GPUs, or of workers if they have none."""
+    """Return the hours that are paid for: of GPUs, or of workers without any."""
     return worker_s * (gpus_per_worker or 1) / HOUR_S
 
 
@@ -115,8 +115,8 @@ def bounds_outcome(
     """Return the bounds of a run (deadline, dollars) next to its actual end and cost, or None without bounds.
 
     Args:
-        work: ``_progress.json``, whose last forecast has the bounds.
-        spent: what `cost` returns.
+        work: content of ``_progress.json``, whose last forecast has the bounds.
+        spent: result of `cost`.
     """
     forecast = (work or {}).get("forecast")
     if work is None or forecast is None:

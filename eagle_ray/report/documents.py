@@ -1,10 +1,10 @@
-"""Rows that are scored as whole documents: what all of them together say of the target, and how they differ.
+"""Summarise rows that are scored as whole documents: bits per byte and perplexity.
 
     summary = documents_summary(read)
     summary["bits_per_byte"], summary["perplexity"]      # 0.93, 14.2
 
-Both are of all documents together: long ones count more. Bits per byte compare targets of different
-tokenizers; perplexity is of tokens.
+Both are over all documents together, so long ones count more. Bits per byte compare targets with
+different tokenizers; perplexity is per token.
 """
 
 from __future__ import annotations

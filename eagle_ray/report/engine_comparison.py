@@ -38,9 +38,9 @@ class EngineRun:
     """The finished run of one engine.
 
     Attributes:
-        summary: the run's ``_summary.json``.
+        summary: content of the run's ``_summary.json``.
         read: reads columns of its rows.
-        model: the model that the engine was asked for.
+        model: name of the model that was requested of the engine.
     """
 
     name: str
@@ -52,13 +52,13 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How alike the outputs of two runs are.
+    """How much the outputs of two runs agree.
 
     Attributes:
         num_rows: answered rows that both runs have.
-        num_same: those with equal outputs.
-        share_alike: the mean part of an output of the first run that stands before the first
-            difference; None without rows.
+        num_same: number of these rows with equal outputs.
+        share_alike: mean share of a first run's output that precedes the first difference; None
+            without rows.
     """
 
     num_rows: int

@@ -3,7 +3,7 @@
     html = page(read_json(run / "_summary.json"), read_json(run / "_run.json"))
     html = training_page(read_json(run / "training.json"))
 
-What the pages say stands in `templates/`; here stands what a template cannot compute.
+The pages' texts are in `templates/`; this module computes what a template cannot.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def training_page(record: dict[str, Any]) -> str:
 
 
 def curve(steps: Sequence[Sequence[Any]], name: str) -> list[Point]:
-    """Return a mean of every step, averaged in at most MAX_POINTS groups of steps."""
+    """Return a training curve as means over at most MAX_POINTS groups of consecutive steps."""
     points = [(float(step), means[name]) for step, means, _ in steps if name in means]
     size = math.ceil(len(points) / MAX_POINTS) or 1
     averaged = []

@@ -3,7 +3,7 @@
     >>> ratio_interval([1.9, 2.1, 2.0])
     Interval(mean=1.998..., low=1.76..., high=2.26..., bound=1.83...)
 
-Both sides of a ratio are measured in the same round, so that what slows a whole round down cancels.
+Both sides of a ratio are measured in one round, so that a disturbance of the whole round cancels.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Interval:
 
     Attributes:
         mean: mean, or ratio.
-        low, high: two-sided interval; 0 and inf if it is not known.
-        bound: lower end of the one-sided interval; 0 if it is not known.
+        low, high: two-sided interval; 0 and inf if unknown.
+        bound: lower end of the one-sided interval; 0 if unknown.
     """
 
     mean: float

@@ -1,8 +1,8 @@
-"""What a run with a deadline or a cap promised over time, next to what happened.
+"""Compare the end and cost that a run with a deadline or budget predicted over time with what happened.
 
     promises(history)      # [{"at": 0.25, "error_s": -41.0, "relative": -0.02}, ...]
 
-Points are those of `_progress.json`: lists with the names of POINT, in seconds of all attempts.
+Points come from `_progress.json`: lists of the values named in POINT, in seconds of all attempts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Point = Sequence[float | None]
 
 
 def values_of(history: Sequence[Point], name: str) -> list[tuple[float, float]]:
-    """Return (seconds, value) of the points that have a value."""
+    """Return the time and the value of the points that have this value."""
     index = POINT.index(name)
     pairs = []
     for point in history:
@@ -48,7 +48,7 @@ def values_of(history: Sequence[Point], name: str) -> list[tuple[float, float]]:
 
 
 def promises(history: Sequence[Point]) -> list[dict[str, float]]:
-    """Return how far off the expected end was after some shares of the run's time."""
+    """Return the errors of the predicted end, after some shares of the run's time."""
     if len(history) < 2:
         return []
     ended = history[-1][0] or 0.0
@@ -64,7 +64,7 @@ def promises(history: Sequence[Point]) -> list[dict[str, float]]:
 
 
 def promise_line(outcome: dict[str, Any] | None) -> str | None:
-    """Return how wrong the promised end was, or None if none was made."""
+    """Return one line on the error of the predicted end, or None if none was predicted."""
     made = (outcome or {}).get("promises")
     if not made:
         return None
@@ -78,7 +78,7 @@ def promise_line(outcome: dict[str, Any] | None) -> str | None:
 
 
 def rows_and_deadline(history: Sequence[Point]) -> str | None:
-    """Plot the rows that are done, the ends that were foreseen and the deadline."""
+    """Plot the rows that are done, the predicted ends and the deadline."""
     rows = values_of(history, "rows")
     if len(rows) < 2:
         return None
@@ -97,7 +97,7 @@ def rows_and_deadline(history: Sequence[Point]) -> str | None:
 
 
 def foreseen_ends(history: Sequence[Point]) -> str | None:
-    """Plot the end that was foreseen, expected and in 95 % of cases, over the time at which it was."""
+    """Plot the predicted end, expected and in 95 % of cases, over the time of the prediction."""
     expected = values_of(history, "ends_s")
     if len(expected) < 2:
         return None
@@ -122,7 +122,7 @@ def foreseen_ends(history: Sequence[Point]) -> str | None:
 
 
 def workers_over_time(history: Sequence[Point]) -> str | None:
-    """Plot the workers that were paid for."""
+    """Plot the number of workers that were paid for over time."""
     points = values_of(history, "workers")
     if len(points) < 2:
         return None
@@ -134,7 +134,7 @@ def workers_over_time(history: Sequence[Point]) -> str | None:
 
 
 def dollars_over_time(history: Sequence[Point], max_dollars: float | None) -> str | None:
-    """Plot the dollars that were spent, and their limit."""
+    """Plot the spent dollars over time, and their limit."""
     points = values_of(history, "dollars")
     if len(points) < 2 or not points[-1][1]:
         return None

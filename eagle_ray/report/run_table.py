@@ -79,7 +79,7 @@ def difference_line(row: dict[str, Any]) -> str:
 
 
 def rounding_words(row: dict[str, Any]) -> str:
-    """Describe whether and how rounding explains that a row differs from plain decoding."""
+    """Return words on whether rounding explains a row's difference from plain decoding, and how."""
     if not row["near_tie"]:
         return "not explained by rounding"
     return "edge of top-k, top-p or min-p" if row.get("cause") == "cut" else "near-tie"

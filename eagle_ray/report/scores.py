@@ -208,9 +208,9 @@ class ScoreTable:
 
     Attributes:
         header: titles of the columns.
-        groups: a line for each group, empty if the scores are not grouped.
-        total: the line of all problems.
-        note: what the numbers are, and how many samples have no score.
+        groups: lines of the groups; empty if the scores are not grouped.
+        total: line of all problems.
+        note: explanation of the numbers, and how many samples have no score.
     """
 
     header: list[str]

@@ -1,11 +1,11 @@
-"""A draft tree as inline SVG: what the drafter proposed, what had a row in the target's pass, and what the target took.
+"""Draw a draft tree as inline SVG: proposed nodes, those that the target verified, and those that it accepted.
 
     The ===== capital ===== of ===== France ===== is       taken: filled
         |                                  |----- ,        in the pass, not taken: outlined
         |---- city                                         a candidate that was not worth a row: dashed
 
-A line is as thick as its node is probable. Each tree is drawn twice, and the style sheet shows one
-of them: levels side by side on a wide screen, and indented below one another on a narrow one.
+A line's thickness shows its node's probability. Each tree is drawn twice, and the style sheet shows
+one of them: levels side by side on a wide screen, and indented below one another on a narrow one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Nodes = Sequence[Mapping[str, Any]]  # as `PictureNode.as_json` returns them, th
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A node where it is drawn.
+    """Position and content of a drawn node.
 
     Attributes:
         x, y: left side and middle, in pixels.

@@ -1,1 +1,1 @@
-"""Sampling keyed by (seed, position, token), and what controls and grammars do to logits."""
+"""Sampling with noise keyed by (seed, position, token), and the controls and grammars that adjust logits."""

@@ -48,10 +48,10 @@ class Adjustments:
 
     Attributes:
         owners: the sequence of each row.
-        tokens: tokens that a sequence's entries adjust, in all of its rows; a sequence with fewer
-            than K repeats its first one.
+        tokens: tokens that a sequence's entries adjust in all of its rows; a sequence with fewer
+            than K entries repeats its first one.
         terms: bias, factor and penalty of these entries, as in `Pairs`.
-        overrides: entries of single rows, which replace those of their sequence.
+        overrides: entries of single rows, which replace their sequence's entries.
         forbidden: (row, token) pairs whose logits become -inf.
         mask_rows: rows with a mask of allowed tokens.
         mask: the masks, 32 tokens a word, one line for each of mask_rows.
@@ -72,7 +72,7 @@ class Adjustments:
         """Return the adjustments of every path of every sequence, one row each, in this order.
 
         Args:
-            sequences: the controls of each sequence, and the paths of its rows. A path is the tokens
+            sequences: controls of each sequence, and the paths of its rows. A path has the tokens
                 after the committed ones, down to the row's node; [] is the root.
         """
         owners: list[int] = []
@@ -121,7 +121,7 @@ class Adjustments:
         )
 
     def apply(self, logits: Float[Tensor, "R V"]) -> None:
-        """Adjust fp32 logits in place; tokens that cannot be picked become -inf."""
+        """Adjust fp32 logits in place; tokens that cannot be sampled become -inf."""
         # Overridden logits are read first: they take the place of their sequence's entries.
         overrides = self.overrides
         own = None if overrides is None else logits[overrides.rows, overrides.tokens]

@@ -1,7 +1,7 @@
-"""ControlState: what a request does to its logits before a token is picked, at every node of its draft tree.
+"""ControlState: the controls of a request (biases, penalties, forbidden tokens) at every node of its draft tree.
 
-Each control is a function of the tokens before the place, so a node is adjusted by its own path:
-the sequence's tokens and the node's ancestors. Output under trees therefore equals plain decoding
+Each control is a function of the preceding tokens, so a node is adjusted by its own path: the
+sequence's tokens and the node's ancestors. Output under trees therefore equals plain decoding
 with the same controls. The order is vLLM's and transformers': forbidden tokens, logit_bias,
 repetition_penalty, then frequency_penalty and presence_penalty; after them temperature, top_k,
 top_p and min_p. `adjustments.py` applies them.
@@ -57,18 +57,18 @@ class Entries:
 
 
 class ControlState:
-    """Counts and contexts of one sequence.
+    """The state of one sequence's controls: counts of its tokens, and contexts of its bad words.
 
     Args:
         bad_word_ids: token ids of sampling.bad_words.
         ends: EOS and stop tokens, which min_tokens forbids at first.
         vocab_size: the number of the target's logits.
-        grammar: what the output must be, if anything.
-        reasoning: the markers of the reasoning that sampling.thinking_budget bounds, if the answer
-            can have any.
+        grammar: state of the output's grammar, if it has one.
+        reasoning: markers of the reasoning that sampling.thinking_budget bounds, if the answer can
+            have any.
 
     Attributes:
-        ends: the vocabulary's end tokens, ascending.
+        ends: end tokens of the vocabulary, ascending.
         entries: adjusted tokens after the committed output.
     """
 
@@ -135,16 +135,19 @@ class ControlState:
                 self._set(token)
 
     def overrides(self, path: Sequence[int]) -> list[Entry]:
-        """Return the entries of tokens whose counts a node's ancestors, root excluded and the node included, change."""
+        """Return the entries that differ at a node from the committed ones, because of the tokens on its path.
+
+        The path excludes the root and includes the node.
+        """
         if not path or not self._has_penalties:
             return []
         counts = Counter(path).items()
         return [self._entry(token, self._counts[token] + count) for token, count in counts]
 
     def forbidden(self, path: Sequence[int]) -> list[int]:
-        """Return the tokens that cannot be picked after this path, besides those of `entries` and `mask`.
+        """Return the tokens that cannot be sampled after this path, in addition to those of `entries` and `masks`.
 
-        Bad words of several tokens yield if they would forbid the last of the allowed tokens, or a
+        A bad word of several tokens is ignored where it would forbid the last allowed token, or a
         forced one.
         """
         if self._forced(path) is not None:
@@ -267,14 +270,14 @@ def has_controls(
 
 
 def has_penalties(sampling: SamplingSettings) -> bool:
-    """Return whether the counts of the tokens before a place matter."""
+    """Return whether the request has a penalty that depends on counts of earlier tokens."""
     return bool(
         sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1
     )
 
 
 def singles_of(bad_word_ids: Iterable[tuple[int, ...]]) -> set[int]:
-    """Return the tokens that bad words of one token forbid everywhere."""
+    """Return the tokens that are bad words by themselves and so are forbidden everywhere."""
     return {word[0] for word in bad_word_ids if len(word) == 1}
 
 

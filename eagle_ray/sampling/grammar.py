@@ -1,4 +1,4 @@
-"""Grammar: which tokens may follow, so that an output is the JSON, the text or the program that was asked for.
+"""Compile grammars that constrain outputs (JSON schemas, regular expressions, choices, Lark) to token masks.
 
     compiler = GrammarCompiler(read_tokenizer, vocab_size, eos_ids)
     state = compiler.start(GrammarSpec("json_schema", '{"type": "object", ...}'))
@@ -74,10 +74,10 @@ class GrammarSpec:
         kind: one of GRAMMAR_KINDS.
         source: a JSON schema, a regular expression, a JSON list of strings (choice), or a grammar
             in Lark's syntax or GBNF; "" for json_object.
-        after: the token after whose first occurrence in the output the grammar begins, such as a
-            model's end of thinking; what comes before is free, but the output cannot end there.
-            None: the whole output is parsed.
-        param: the request's parameter that the source was made from, if that is not called kind.
+        after: token after whose first occurrence the grammar begins, such as a model's end of
+            thinking. Text before it is free, but the output cannot end there. None applies the
+            grammar to the whole output.
+        param: name of the request's parameter that the source was made from, if it is not `kind`.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class GrammarSpec:
 
     @classmethod
     def of(cls, sampling: SamplingSettings) -> GrammarSpec | None:
-        """Return the grammar that the sampling parameters ask for, or None."""
+        """Return the grammar that the sampling parameters request, or None."""
         response_format = json.loads(sampling.response_format) if sampling.response_format else {}
         kind = response_format.get("type")
         if kind == "json_schema":
@@ -107,7 +107,7 @@ class GrammarSpec:
 
     @property
     def name(self) -> str:
-        """Return the parameter that errors name."""
+        """Return the name of the request's parameter, for errors."""
         return self.param or self.kind
 
 
@@ -127,7 +127,7 @@ class _CachedGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and keeps the last ones, those that do not compile too.
+    """Compiles grammars for one tokenizer and caches the most recent results, failures included.
 
     Args:
         read_tokenizer: returns the text of the tokenizer's tokenizer.json; called for the first
@@ -136,8 +136,8 @@ class GrammarCompiler:
         eos_ids: tokens that end an output; they are allowed where it may end.
 
     Attributes:
-        has_time_limit: stop after COMPILE_TIMEOUT_S. A follower does not: its leader has compiled
-            the grammar in time.
+        has_time_limit: whether a compilation stops after COMPILE_TIMEOUT_S. A follower has no
+            limit, since its leader has compiled the grammar in time.
     """
 
     def __init__(self, read_tokenizer: Callable[[], str], vocab_size: int, eos_ids: Iterable[int]):
@@ -195,12 +195,12 @@ class GrammarCompiler:
             self._cached.popitem(last=False)
 
     def knows(self, spec: GrammarSpec) -> bool:
-        """Return whether the grammar is compiled, or being compiled."""
+        """Return whether the grammar is compiled or being compiled."""
         with self._lock:
             return (spec.name, spec.source) in self._cached
 
     def prepare(self, spec: GrammarSpec) -> None:
-        """Begin to compile a grammar for a later start, in a thread, unless MAX_COMPILING are being compiled."""
+        """Start compiling a grammar for later, in a thread, unless MAX_COMPILING compilations are running."""
         if not self._free.acquire(blocking=False):
             return
         try:
@@ -308,7 +308,7 @@ def _check_size(spec: GrammarSpec) -> None:
 
 
 def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
-    """Compile a grammar. Raises RequestError naming the kind."""
+    """Compile a grammar to a matcher. Raises RequestError that names the parameter."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -324,7 +324,7 @@ def matcher_of(spec: GrammarSpec, tokenizer: Any) -> Matcher:
 
 
 def grammar_source(spec: GrammarSpec) -> str:
-    """Return the grammar in llguidance's form. Raises RequestError naming the kind."""
+    """Convert a grammar to llguidance's own form. Raises RequestError that names the parameter."""
     from llguidance import LLMatcher
 
     try:

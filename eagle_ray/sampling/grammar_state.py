@@ -3,7 +3,7 @@
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     state.sync(output_ids)                          # once a step: the tokens committed since
     masks = state.path_masks([[], [17], [17, 4]])   # [3, words]: a token mask for each path
-    state.predicted_tokens(6)                       # tokens that the grammar forces, or that came here before
+    state.predicted_tokens(6) # tokens that the grammar forces, or that followed before
     state.mark_dead_end([17, 4], error)             # no token is left there
     state.dead_end_in([17, 4, 9])                   # DeadEnd(2, error): the output goes past such a node
 
@@ -38,7 +38,8 @@ _TOO_SLOW = "following it takes more parser time than an output has. Write it so
 
 @runtime_checkable
 class Matcher(Protocol):
-    """A parser at a position in its grammar: the methods of llguidance's LLMatcher that this module uses."""
+    """Protocol of a parser at a position in its grammar, with the methods of llguidance's LLMatcher
+    that are used here."""
 
     def deep_copy(self) -> Matcher: ...
     def is_accepting(self) -> bool: ...
@@ -55,7 +56,7 @@ class PredictedToken(NamedTuple):
     """A token that is likely to come next.
 
     Attributes:
-        is_forced: the grammar allows no other text.
+        is_forced: whether the grammar allows no other text.
     """
 
     token: int
@@ -63,10 +64,10 @@ class PredictedToken(NamedTuple):
 
 
 class DeadEnd(NamedTuple):
-    """A place after which no token is left.
+    """A position after which no token is allowed.
 
     Attributes:
-        num_tokens: tokens of a path before it.
+        num_tokens: number of tokens of a path before it.
     """
 
     num_tokens: int
@@ -74,7 +75,7 @@ class DeadEnd(NamedTuple):
 
 
 class RecentTokens:
-    """The token that came last after each context of up to MAX_CONTEXT tokens, in all outputs of one grammar.
+    """The token that followed each context of up to MAX_CONTEXT tokens most recently, over all outputs of one grammar.
 
     Outputs of a schema repeat its skeleton: white space and punctuation that the grammar leaves
     open.
@@ -88,7 +89,7 @@ class RecentTokens:
         return len(self._next) * BYTES_PER_CONTEXT
 
     def add(self, token_ids: Sequence[int], first: int) -> None:
-        """Add the tokens from index `first` on, after those before them."""
+        """Record the tokens from index `first` on, each with the contexts before it."""
         if len(self._next) > MAX_GRAMMAR_CONTEXTS:
             self._next.clear()
         for i in range(max(first, 1), len(token_ids)):
@@ -97,7 +98,7 @@ class RecentTokens:
                 self._next[context] = token_ids[i]
 
     def after(self, context: Sequence[int]) -> Iterator[int]:
-        """Yield the tokens that came after the longest known context and after shorter ones."""
+        """Yield the tokens that followed the longest known context, then those after shorter ones."""
         for length in range(min(len(context), MAX_CONTEXT), 0, -1):
             token = self._next.get(tuple(context[-length:]))
             if token is not None:
@@ -105,22 +106,22 @@ class RecentTokens:
 
 
 class GrammarState:
-    """The parse of one output.
+    """The state of one output's parse.
 
     Args:
-        compiled: a matcher before its first token; it is copied and stays as it is.
+        compiled: matcher before its first token, which is copied and not changed.
         vocab_size: vocabulary size of the target's logits.
         eos_ids: tokens that end the output. They are not parsed, and nothing may follow them.
-        after: see GrammarSpec.
-        recent: tokens of earlier outputs of the grammar; this one adds its own.
-        name: the request's parameter that errors name.
-        cost: what the grammar's outputs have added to it; this one adds its own.
-        on_limit: is called once the parser has met a limit. Copies share its lexer, so others would
-            meet it, too.
+        after: token after which the grammar begins, as in GrammarSpec.
+        recent: recent tokens of the grammar's outputs, to which this output adds its own.
+        name: name of the request's parameter, for errors.
+        cost: parser cost of the grammar's outputs, to which this output adds its own.
+        on_limit: callback once the parser has met a limit. Copies share its lexer, so other outputs
+            would meet it, too.
 
     Attributes:
-        has_end: the output's last token is an end.
-        budget: budget of the parser time; see `stop`.
+        has_end: whether the output's last token is an end token.
+        budget: budget of parser time; see `stop`.
     """
 
     def __init__(
@@ -157,16 +158,16 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the output could end here."""
+        """Return whether the output may end here."""
         return self._begun and not self._dead_ends.get(()) and bool(self._matcher.is_accepting())
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing but an end of the sequence may follow."""
+        """Return whether only an end token may follow."""
         return self._begun and bool(self._matcher.is_stopped())
 
     def sync(self, output_ids: Sequence[int]) -> None:
-        """Add the output ids that were committed since the last call; an end at their end is left out."""
+        """Advance by the output ids that were committed since the last call, without an end token at their end."""
         new = list(output_ids[self._num_output :])
         if not new:
             return  # later notes stay valid
@@ -189,7 +190,7 @@ class GrammarState:
         self.budget.spend(time.thread_time() - started)
 
     def stop(self) -> None:
-        """Fail the output at its next token: its budget is spent."""
+        """Fail the output at its next token, because its parser time is used up."""
         self._stopped = RequestError("grammar_limit", f"{self._name}: {_TOO_SLOW}")
         self._dead_ends[()] = self._stopped
         self._on_limit()
@@ -206,15 +207,15 @@ class GrammarState:
         self._parsed += tokens
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that should come next where the grammar leaves no choice, as the tokenizer writes them."""
+        """Return the next tokens where the grammar allows only one text, tokenized as usual."""
         return list(self._matcher.compute_ff_tokens()) if self._begun else []
 
     def predicted_tokens(self, limit: int) -> list[PredictedToken]:
-        """Return the tokens that probably come next, at most `limit`; none where text is free.
+        """Return the tokens that probably follow, at most `limit`; none where text is free.
 
-        Those that the grammar forces, and between them those that came last after these tokens, in
-        this output or an earlier one of the grammar. After a finished text comes the end, if there
-        is one kind of it.
+        They are tokens that the grammar forces, and between them those that most recently followed
+        the preceding tokens, in this output or an earlier one of the grammar. After a finished text
+        the end token follows, if there is only one.
         """
         if not self._begun or self._dead_ends or self.has_end:
             return []
@@ -271,8 +272,8 @@ class GrammarState:
     def tree_masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Words:
         """Return [N, words]: bit t % 32 of word t // 32 is set if token t may follow the node.
 
-        Nodes that the grammar does not allow, ends, and what is below them are never picked; their
-        masks allow everything.
+        Nodes that the grammar does not allow, end tokens, and all nodes below them are never
+        sampled; their masks allow everything.
 
         Args:
             tokens: tokens of the tree's nodes, parents before their children; the root is committed
@@ -300,7 +301,7 @@ class GrammarState:
         return allowed
 
     def mark_dead_end(self, path: Sequence[int], error: RequestError) -> None:
-        """Fail an output that goes on after this path, until the next sync."""
+        """Mark a path after which no token is allowed: an output that takes it fails. Valid until the next sync."""
         self._dead_ends.setdefault(tuple(path), error)
 
     def dead_end_in(self, tokens: Sequence[int]) -> DeadEnd | None:
@@ -417,24 +418,24 @@ class GrammarState:
 
 
 def first_line(text: str) -> str:
-    """Return the first line of an error message that says something."""
+    """Return the first meaningful line of an error message."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "not a grammar")
 
 
 def num_token_words(vocab_size: int) -> int:
-    """Return the words of a mask."""
+    """Return the number of 32-bit words in a token mask."""
     return -(-vocab_size // TOKENS_PER_WORD)
 
 
 def pack_tokens(token_ids: Collection[int], vocab_size: int) -> Words:
-    """Return the mask [W] of these tokens."""
+    """Pack a set of tokens into a mask of words, [W]."""
     bits = np.zeros(num_token_words(vocab_size) * TOKENS_PER_WORD, dtype=bool)
     bits[list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def unpack_tokens(mask: Int32[Tensor, "M W"], vocab_size: int) -> Bool[Tensor, "M V"]:
-    """Return the bits of masks."""
+    """Unpack masks of words into booleans, one per token."""
     shifts = torch.arange(TOKENS_PER_WORD, dtype=torch.int32, device=mask.device)
     bits = (mask[:, :, None] >> shifts) & 1
     return bits.bool().flatten(1)[:, :vocab_size]

@@ -1,4 +1,4 @@
-"""Which tokens rounding can make the target sample: near-ties, and tokens at the edge of top-k, top-p or min-p.
+"""Decide whether rounding explains a differing token: near-ties, and tokens at the edge of top-k, top-p or min-p.
 
 A pass over many rows rounds differently from a pass over one row: fp32 logits differ by up to 2e-5.
 So two exact engines may differ if the best two scores are closer than that, or if a filter keeps a
@@ -37,7 +37,8 @@ def rounding_cause(
     other: int,
     tolerance: float,
 ) -> Cause | None:
-    """Return why rounding can make the target sample `other` where plain decoding sampled `plain`; None if it cannot.
+    """Return why rounding may have made the target sample `other` instead of plain decoding's
+    `plain`; None if it cannot.
 
     "tie": the scores of both tokens, noise included, are nearly equal. "cut": a token crosses the
     edge of top-k, top-p or min-p.
@@ -45,7 +46,7 @@ def rounding_cause(
     Args:
         logits: logits of plain decoding, for the token at `position`.
         position: index of that token in prompt + output.
-        tolerance: how far rounding moves the difference of two logits, in logits.
+        tolerance: maximum change of the difference of two logits by rounding.
     """
     if not reachable_tokens(logits, params, position, tolerance)[other]:
         return None
@@ -61,8 +62,8 @@ def reachable_tokens(
 ) -> Bool[Tensor, " V"]:
     """Return which tokens the target can sample if rounding moves the difference of any two logits by `tolerance`.
 
-    A token is reachable if the filters may keep it and no token that they keep in any case leads it
-    by more than that.
+    A token is reachable if the filters may keep it, and no token that they certainly keep is ahead
+    of it by more than the tolerance.
     """
     scores = _scores(logits, params)
     slack = _slack(params, tolerance)

@@ -1,10 +1,11 @@
-"""ParserBudget: the parser time that one output may take; ParserCost: what the outputs of one grammar have added to it.
+"""ParserBudget limits the parser time of one output; ParserCost estimates the memory that a
+grammar's outputs add to it.
 
 A short grammar can be cheap to compile and slow to follow, and all sequences of a batch wait for
-each mask. llguidance limits a single mask by its items (`grammar.MAX_PARSER_ITEMS`). These limits are the
-same on every run. The time of an item depends on the grammar, though: 10,000 items take 1 ms in one
-and 200 ms in another. So an output also has a budget of time, which only outputs far slower than
-real ones exceed.
+each mask. llguidance limits a single mask by its items (`grammar.MAX_PARSER_ITEMS`). These limits
+are the same on every run. The time of an item depends on the grammar, though: 10,000 items take 1
+ms in one and 200 ms in another. So an output also has a budget of time, which only outputs far
+slower than real ones exceed.
 
     budget = ParserBudget(vocab_size=49_152)
     budget.spend(0.012)      # CPU seconds for a committed token or for the mask after it
@@ -31,8 +32,8 @@ class ParserBudget:
     """The parser time of one output.
 
     Attributes:
-        is_slow: the last token, with the mask after it, took longer than a token may in the long
-            run, or the masks of the last draft tree took as long as NUM_TREE_TOKENS of them.
+        is_slow: whether the last token and the mask after it took longer than the average allowed,
+            or the masks of the last draft tree took as long as NUM_TREE_TOKENS tokens.
     """
 
     def __init__(self, vocab_size: int):
@@ -50,7 +51,7 @@ class ParserBudget:
         return self._last_s > self._token_s or self._tree_s > NUM_TREE_TOKENS * self._token_s
 
     def earn(self, num_tokens: int) -> None:
-        """Add the time of newly committed tokens. Time that is not used is not saved up beyond BURST_S."""
+        """Add the allowed time for newly committed tokens. Unused time accumulates only up to BURST_S."""
         self._left_s = min(BURST_S, self._left_s + num_tokens * self._token_s)
         self._last_s = 0.0
 
@@ -64,14 +65,14 @@ class ParserBudget:
 
 
 class ParserCost:
-    """What a compiled grammar has come to hold by the outputs that followed it; copies of a parser share its lexer."""
+    """Memory that outputs have added to a compiled grammar, whose lexer all copies of a parser share."""
 
     def __init__(self) -> None:
         self._slow_s = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Return an estimate: masks that take longer than usual make lexer states."""
+        """Return an estimate of the memory in bytes: a mask that takes long has created lexer states."""
         return int(self._slow_s * BYTES_PER_SLOW_S)
 
     def add(self, seconds: float, num_masks: int) -> None:

@@ -1,10 +1,10 @@
-"""ReasoningBudget: how many tokens the reasoning of an output may have before it is closed.
+"""ReasoningBudget: limit the tokens of an output's reasoning by forcing the closing marker.
 
     budget = ReasoningBudget(512, ReasoningIds(openings=((7,),), closings=((8, 9),)))
     place = budget.after(budget.start, output_ids)      # where the output is in its reasoning
     budget.forced(place)                                # the token that must come next, or None
 
-It is a function of the tokens before a place, as every control is.
+Like every control, it is a function of the preceding tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ReasoningIds:
     """Token ids of the markers around an answer's reasoning.
 
     Attributes:
-        openings: the spellings of the marker, one of which the answer begins with if it has
-            reasoning; none if the prompt has opened it.
-        closings: the spellings of the marker that ends it, first the one that is forced.
+        openings: token spellings of the opening marker, with which an answer with reasoning begins;
+            empty if the prompt has opened the reasoning.
+        closings: token spellings of the closing marker; the first one is forced.
     """
 
     openings: Spellings
@@ -31,12 +31,13 @@ class ReasoningIds:
 
 
 class ReasoningPlace(NamedTuple):
-    """Where an output is in its reasoning.
+    """The state of an output with respect to its reasoning.
 
     Attributes:
-        start: the whole output while it may be the beginning of an opening; None in the reasoning.
-        num_tokens: number of tokens of the reasoning.
-        tail: its last tokens, in which a closing may have begun.
+        start: the whole output, as long as it may be the beginning of an opening marker; None
+            within the reasoning.
+        num_tokens: number of tokens of the reasoning so far.
+        tail: last tokens of the reasoning, in which a closing marker may have begun.
     """
 
     start: tuple[int, ...] | None
@@ -45,11 +46,11 @@ class ReasoningPlace(NamedTuple):
 
 
 class ReasoningBudget:
-    """Which token must follow an output, so that its reasoning has at most some tokens before it is closed.
+    """Forces the closing marker once an output's reasoning has max_tokens tokens.
 
     Attributes:
-        max_tokens: most tokens of the reasoning.
-        start: where an output is before its first token.
+        max_tokens: maximum tokens of the reasoning.
+        start: state before the first token of an output.
     """
 
     def __init__(self, max_tokens: int, ids: ReasoningIds):
@@ -59,7 +60,7 @@ class ReasoningBudget:
         self.start = ReasoningPlace(() if ids.openings else None)
 
     def after(self, place: ReasoningPlace | None, tokens: Iterable[int]) -> ReasoningPlace | None:
-        """Return the place that tokens lead to; None where the reasoning has ended, or there is none."""
+        """Return the state after further tokens; None once the reasoning has ended, or if there is none."""
         for token in tokens:
             if place is None:
                 return None
@@ -67,7 +68,7 @@ class ReasoningBudget:
         return place
 
     def forced(self, place: ReasoningPlace | None) -> int | None:
-        """Return the token that must come next: the marker's first after what the reasoning has of its beginning."""
+        """Return the token of the closing marker that must follow in this state, or None if none is forced."""
         if place is None or place.start is not None or place.num_tokens < self.max_tokens:
             return None
         closing = self._ids.closings[0]

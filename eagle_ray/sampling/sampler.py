@@ -27,10 +27,10 @@ def sample(
     seq: Int[Tensor, " R"],
     positions: Int[Tensor, " R"],
 ) -> Int[Tensor, " R"]:
-    """Return the token that each row's target samples; ties go to the lowest id.
+    """Return the sampled token of each row; ties go to the lowest id.
 
     Args:
-        seq: the row's sequence, an index into sampling.
+        seq: index of each row's sequence in `sampling`.
         positions: index, in prompt + output, of the token being sampled.
     """
     if use_triton(logits.device):

@@ -1,1 +1,1 @@
-"""Parts of a training recipe for heads: features, packing, losses, optimization."""
+"""Building blocks for training draft heads: features, packing, losses, optimization."""

@@ -1,4 +1,4 @@
-"""The frozen target in training: embeddings, logits over a draft vocabulary, and features.
+"""FrozenTarget: the target's parts that training of a head needs: embeddings, logits over a draft vocabulary, features.
 
     target = FrozenTarget.of(causal_lm, token_ids)
     target.logits(hidden)                # differentiable with respect to hidden, [*, Dv]
@@ -38,12 +38,12 @@ class FrozenTarget:
     """The target's embedding and the rows of its lm_head that belong to the draft vocabulary.
 
     Attributes:
-        embedding: from token ids to the embeddings that a head reads.
+        embedding: function from token ids to the embeddings that a head reads.
         lm_head: rows of the draft vocabulary.
         bias: bias of these rows, or None.
         token_ids: the target's id of each row.
         draft_ids: row of each of the target's tokens; -1 for tokens outside the draft vocabulary.
-        postprocess: what the family does to logits.
+        postprocess: function that the model family applies to logits.
     """
 
     embedding: Callable[[Int[Tensor, " R"]], Float[Tensor, "R H"]]
@@ -55,7 +55,7 @@ class FrozenTarget:
 
     @classmethod
     def of(cls, causal_lm: CausalLM, token_ids: Sequence[int] | None = None) -> FrozenTarget:
-        """Return the parts of a loaded target.
+        """Take these parts from a loaded target.
 
         Args:
             token_ids: the draft vocabulary; None is every token.
@@ -85,7 +85,7 @@ class FrozenTarget:
 
     @property
     def covers_all(self) -> bool:
-        """Return whether the draft vocabulary is the target's."""
+        """Return whether the draft vocabulary is the whole vocabulary."""
         return len(self.token_ids) == self.vocab_size
 
     def embed(self, ids: Int[Tensor, " R"]) -> Float[Tensor, "R H"]:
@@ -126,10 +126,10 @@ def lm_head_weight(
 
 
 def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
-    """Return the factors that give each number of these features a root mean square of about 1.
+    """Return factors, one per feature element, that give these features a root mean square of about 1.
 
-    They are powers of two, so that a published head's fc takes them in and gives them back without
-    rounding.
+    They are powers of two, so that they can be folded into a published head's fc and taken out
+    without rounding.
     """
     mean_square = features.float().square().mean(0).clamp(min=1e-12)
     return mean_square.rsqrt().log2().round().exp2()
@@ -137,14 +137,14 @@ def feature_scale(features: Float[Tensor, "R F"]) -> Float[Tensor, " F"]:
 
 @dataclass(frozen=True, slots=True)
 class FeatureBatch:
-    """A packed batch, and what the target computes for it.
+    """A packed batch with the target's outputs for it.
 
     Attributes:
-        features: what the head reads; the concatenated inputs of the feature layers, or `hidden`
-            itself.
-        hidden: what the target's lm_head reads.
-        greedy_ids: the token that the target prefers after each row; UNKNOWN unless that token is
-            an answer's.
+        features: features that the head reads: the concatenated inputs of the feature layers, or
+            `hidden` itself.
+        hidden: last hidden states, which the target's lm_head reads.
+        greedy_ids: the target's most probable token after each row; UNKNOWN for rows whose next
+            token is not an answer's.
     """
 
     packed: PackedBatch
@@ -161,11 +161,11 @@ class FeatureSource(Protocol):
 
 
 class ComputedFeatures:
-    """Runs the target.
+    """Computes features by running the target.
 
     Args:
-        feature_layers: layers whose inputs are concatenated; None is what the lm_head reads.
-        max_length: tokens of the longest document.
+        feature_layers: layers whose inputs are concatenated; None is the last hidden state.
+        max_length: maximum tokens of a document.
     """
 
     def __init__(

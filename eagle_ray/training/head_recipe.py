@@ -25,7 +25,8 @@ class Losses:
     """One shard's loss and sums.
 
     Attributes:
-        total: the shard's part of the step's mean loss: divided by the counts of all shards.
+        total: contribution of the shard to the step's mean loss, already divided by the counts of
+            all shards.
         sums: sums to report, over the shard's positions.
     """
 
@@ -41,9 +42,9 @@ class StartHead:
     embedding, of which published heads hold a copy.
 
     Attributes:
-        raw_config: its config.json.
-        token_ids: its draft vocabulary, in the order of the head's own logits if it has some; None
-            is every token.
+        raw_config: config.json of the head.
+        token_ids: draft vocabulary of the head, in the order of its own logits if it has an
+            lm_head; None is every token.
     """
 
     head: Any
@@ -55,11 +56,11 @@ class HeadRecipe(Protocol):
     """Protocol of a training method: how a configuration names a head, and how the head is trained.
 
     Attributes:
-        scales_features: its features come before any norm, so their numbers differ much in size:
-            `make` takes a factor for each.
-        trains_further: `start_from` reads published heads.
+        scales_features: whether its features come before any norm, so that their elements differ
+            much in size and `make` takes a factor for each.
+        trains_further: whether `start_from` can read published heads.
         head: the module that is trained, in fp32.
-        num_counts: terms that `counts` returns.
+        num_counts: number of terms that `counts` returns.
         names: names of the sums that `losses` reports.
     """
 
@@ -76,12 +77,13 @@ class HeadRecipe(Protocol):
 
     @classmethod
     def feature_layers(cls, config: TrainConfig, num_layers: int) -> tuple[int, ...] | None:
-        """Return the target's layers that a new head reads; None is what the lm_head reads. Raises ConfigError."""
+        """Return the target's layers whose inputs a new head reads; None is the last hidden state.
+        Raises ConfigError."""
         return None
 
     @classmethod
     def start_from(cls, path: Path, target: Any) -> StartHead:
-        """Return the published head in a directory. Raises ConfigError, EngineError.
+        """Read the published head in a directory, to train it further. Raises ConfigError, EngineError.
 
         Args:
             target: the target's config.
@@ -103,7 +105,7 @@ class HeadRecipe(Protocol):
         Args:
             target_config: the target's config.
             feature_scale: factor of the features, if they are scaled.
-            dtype: dtype of matrix products.
+            dtype: dtype in which matrix products are computed.
         """
         raise NotImplementedError
 
@@ -119,9 +121,9 @@ class HeadRecipe(Protocol):
         """
 
     def matrices(self) -> list[nn.Parameter]:
-        """Return the parameters that Muon steps, all matrices but an lm_head, whose rows are classes.
+        """Return the parameters that Muon updates: all matrices except an lm_head, whose rows are classes.
 
-        AdamW steps the others.
+        AdamW updates the others.
         """
         matrices = []
         for name, parameter in self.head.named_parameters():
@@ -146,7 +148,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 def agreement_names(num_levels: int) -> tuple[str, ...]:
-    """Return the names of the agreements by depth, from 1."""
+    """Return the names under which the agreement with the target is reported, by depth from 1."""
     return tuple(f"agreement_{level}" for level in range(1, num_levels + 1))
 
 

@@ -1,8 +1,8 @@
 """One optimizer step: gradients of a recipe's shards, summed over threads and workers, clipped, and applied.
 
-On a CPU a small model is trained fastest by Python threads with one torch thread each: kernels of
-this size gain nothing from splitting. Sums are taken in a fixed order, so a run with equal seed and
-thread count repeats exactly.
+On a CPU a small model is trained fastest by Python threads with one torch thread each, since
+kernels of this size gain nothing from several threads. Sums are taken in a fixed order, so runs
+with equal seed and thread count are equal.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Schedule:
     """Learning rate over a run, relative to its peak.
 
     Attributes:
-        kind: linear (warm-up, then down to 0), constant (warm-up only), or plateau (warm-up,
-            constant for 40 % of the run, then down to 2 %).
+        kind: shape of the schedule: linear (warm-up, then down to 0), constant (warm-up only), or
+            plateau (warm-up, constant for 40 % of the run, then down to 2 %).
     """
 
     kind: str
@@ -58,8 +58,8 @@ class Clipping:
     """Limits of a step's gradient. A limit of None is off.
 
     Attributes:
-        value: largest value of each number.
-        norm: largest norm of the whole gradient.
+        value: maximum absolute value of each element.
+        norm: maximum norm of the whole gradient.
     """
 
     value: float | None = None
@@ -67,7 +67,7 @@ class Clipping:
 
 
 class TrainingWorkers(Protocol):
-    """Protocol of data parallelism."""
+    """Protocol of the workers of a data-parallel run."""
 
     @property
     def rank(self) -> int:
@@ -86,7 +86,7 @@ class TrainingWorkers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneWorker:
-    """Fulfils TrainingWorkers without communication."""
+    """TrainingWorkers for a run with a single worker: no communication."""
 
     rank: int = 0
     size: int = 1
@@ -122,10 +122,10 @@ def adamw(
 
 @dataclass
 class GradientDescent:
-    """Steps the parameters of the optimizers.
+    """Computes a step's gradient over all shards and updates the parameters.
 
     Attributes:
-        optimizers: each with one group of parameters, and its peak learning rate.
+        optimizers: optimizers with one group of parameters each, and their peak learning rates.
         threads: CPU threads that compute one shard each; 1 is the calling thread.
     """
 

@@ -26,7 +26,7 @@ class Document:
     """One text as token ids.
 
     Attributes:
-        ids: its tokens.
+        ids: token ids.
         is_answer: whether the loss counts the prediction of each token.
     """
 
@@ -87,13 +87,13 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class PackedPairs:
-    """The (next token, feature) pairs of a batch that a head reads: P = R minus one for each document.
+    """The P (next token, feature) pairs of a batch that a head reads: one per row, except each document's last.
 
     Attributes:
-        rows: row of each pair's feature; its token is in the row after it.
+        rows: row of each pair's feature; the pair's token is in the next row.
         positions: positions of the features, from 0 in each document.
-        remaining: rows of the pair's document after the feature's row.
-        lengths: pairs of each document.
+        remaining: number of rows in the pair's document after the feature's row.
+        lengths: number of pairs of each document.
     """
 
     rows: Int[Tensor, " P"]
@@ -125,7 +125,7 @@ class PackedPairs:
         )
 
     def rows_after(self, distance: int) -> Int[Tensor, " P"]:
-        """Return the row `distance` after each feature's, or the document's last row if it ends before."""
+        """Return the row `distance` rows after each feature's, or the document's last row if it ends earlier."""
         return self.rows + self.remaining.clamp(max=distance)
 
     def predicts_answer(self, distance: int) -> Bool[Tensor, " P"]:

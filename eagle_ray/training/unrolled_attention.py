@@ -1,4 +1,4 @@
-"""UnrolledAttention: what the modules of a head in training attend by.
+"""UnrolledAttention: attention of a head in training, within packed documents and over several passes.
 
     attention = UnrolledAttention(lengths=[4, 3])                # pairs of each packed document
     hidden = head(embeddings, hidden, positions, attention)      # pass 0; likewise each later pass
@@ -27,7 +27,7 @@ class _Device:
 
 
 class UnrolledAttention:
-    """Attention of the passes of a head, which are made one after another, within each of the packed documents.
+    """Attention for the consecutive passes of a head, within each of the packed documents.
 
     The head's own modules call `attend`, as they do in the engine, so training adds no second
     forward of a head. In the first pass each pair attends to its document's pairs up to itself. In
@@ -38,7 +38,7 @@ class UnrolledAttention:
         row 2     x  x  x    |  x
 
     Args:
-        lengths: pairs of each document.
+        lengths: number of pairs of each document.
     """
 
     def __init__(self, lengths: list[int], device: torch.device | str = "cpu"):
@@ -54,7 +54,7 @@ class UnrolledAttention:
         value: Float[Tensor, "1 kv_heads P d"],
         attention: AttentionParams,
     ) -> Float[Tensor, "1 heads P d"]:
-        """Return the attention of this pass over its own pairs and those of earlier passes."""
+        """Return this pass's attention over its own pairs and the pairs of earlier passes."""
         query, key, value = _same_dtype(query, key, value)
         self._keys.append(key)
         self._values.append(value)

@@ -1,4 +1,4 @@
-"""BatchOrder: which documents each step reads, as a function of the seed and the step alone."""
+"""BatchOrder: choose each step's documents as a function of the seed and the step alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BatchOrder:
-    """Which documents each step reads, as a function of the seed and the step alone.
+    """The documents of each training step, as a function of the seed and the step alone.
 
         order = BatchOrder(lengths, batch_tokens=8192, seed=0)
         order.batch(step)                    # equal documents in every run, also after a resume
@@ -37,13 +37,13 @@ class BatchOrder:
         return self._batches(epoch)[step - self._first_steps[epoch]]
 
     def epoch_of(self, step: int) -> int:
-        """Return the number of whole passes over the data before this step."""
+        """Return how many whole passes over the data precede this step."""
         while step >= self._first_steps[-1]:
             self._add_epoch()
         return bisect_right(self._first_steps, step) - 1
 
     def num_steps(self, num_epochs: int) -> int:
-        """Return the steps of the first num_epochs epochs."""
+        """Return the number of steps in the first num_epochs epochs."""
         while len(self._first_steps) <= num_epochs:
             self._add_epoch()
         return self._first_steps[num_epochs]

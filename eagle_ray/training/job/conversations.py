@@ -57,10 +57,10 @@ EMBEDDED_CHATS = {"embedded:prompts": Path(__file__).parents[2] / "assets" / "pr
 
 @dataclass
 class TextSource:
-    """The rows of data.path.
+    """Reads the rows of data.path.
 
     Attributes:
-        format: as in the configuration.
+        format: format of the files, as in the configuration.
         skipped: number of unusable rows, by reason.
     """
 
@@ -69,7 +69,7 @@ class TextSource:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def rows(self) -> Iterator[Row]:
-        """Yield every row as it is in the file. Raises ConfigError for a file that cannot be read."""
+        """Yield every row of the files, unchanged. Raises ConfigError for a file that cannot be read."""
         for file in self.files():
             yield from _parquet_rows(file) if _ends_in(file, ".parquet") else self._lines(file)
 
@@ -119,7 +119,7 @@ def _text_lines(file: StoragePath, format_: str) -> Iterator[str]:
 
 
 def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
-    """Return a row as a document. Raises RequestError with the reason if it cannot be used."""
+    """Encode a row as a document. Raises RequestError with the reason if it cannot be used."""
     if row.get("status") not in (None, "ok"):
         raise RequestError("error_row", "the row ended in an error")
     if row.get("ids"):
@@ -140,7 +140,7 @@ def encode_row(row: Row, tokenizer: Tokenizer | None) -> Document:
 
 
 def conversation_of(row: Row) -> list[Row] | None:
-    """Return a row's conversation as messages, or None if it has none. Raises RequestError for one that is wrong."""
+    """Return a row's conversation as messages, or None if it has none. Raises RequestError if it is malformed."""
     turns = row.get("messages")
     if isinstance(turns, str):
         turns = [{"role": "user", "content": turns}]
@@ -167,7 +167,8 @@ def conversation_of(row: Row) -> list[Row] | None:
 
 
 def prompts_of(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield each row's prompt, without its answer, as a batch job reads it: messages, prompt or prompt_token_ids."""
+    """Yield each row's prompt, without its answer, in the form of a batch job's input: messages,
+    prompt or prompt_token_ids."""
     for number, row in enumerate(rows):
         identity = {"id": f"{number:08d}"}
         try:
@@ -333,9 +334,9 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Row]) -> Docume
 
 
 def user_turn_prefix(tokenizer: Tokenizer) -> str:
-    """Return the beginning of a chat prompt, up to the first user's words. The target continues it with such words.
+    """Return the beginning of a chat prompt up to the first user's text, which the target then continues.
 
-    Raises RequestError if the template hides where they begin.
+    Raises RequestError if the template does not show where that text begins.
     """
     mark = "\u2063user turn\u2063"
     before, separator, _ = tokenizer.render_chat([{"role": "user", "content": mark}]).partition(

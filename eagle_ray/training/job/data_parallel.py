@@ -38,7 +38,7 @@ DOCUMENTS = "documents"
 
 
 class DistributedWorkers:
-    """Fulfils TrainingWorkers over torch.distributed's process group."""
+    """TrainingWorkers over torch.distributed's process group."""
 
     def __init__(self) -> None:
         self.rank = torch.distributed.get_rank()
@@ -105,7 +105,7 @@ def train_on_workers(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any
 
 
 def encode_on_cluster(config: TrainConfig, paths: Sequence[str], directory: StoragePath) -> str:
-    """Encode every row of the files as a document, and return a directory of Parquet files.
+    """Encode every row of the files as a document, by Ray Data, and return a directory of Parquet files.
 
     Documents keep the number of their file and row, so that their order does not depend on the
     cluster.

@@ -1,4 +1,4 @@
-"""DocumentStore: documents in a temporary file, five bytes a token; memory holds a few numbers a document."""
+"""DocumentStore: encoded documents in a temporary file, so that memory holds only a few numbers per document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class DocumentStore(Sequence[Document]):
-    """Documents in a temporary file, five bytes a token; memory holds a few numbers a document.
+    """A sequence of documents that are stored in a temporary file, with five bytes per token.
 
         store = DocumentStore.write(documents)
         store[17]                                # a Document, read from the file
@@ -46,7 +46,7 @@ class DocumentStore(Sequence[Document]):
     the process.
 
     Args:
-        order: number of each document in the file.
+        order: index in the file of each document.
     """
 
     file: _TokenFile
@@ -72,7 +72,7 @@ class DocumentStore(Sequence[Document]):
         return cls(file, np.arange(len(ends)))
 
     def select(self, indices: Sequence[int]) -> DocumentStore:
-        """Return some of the documents, in this order."""
+        """Return a store with some of the documents, in this order, over the file of this one."""
         return DocumentStore(self.file, self.order[np.array(indices, dtype=np.int64)])
 
     @cached_property

@@ -57,7 +57,7 @@ class _Layout:
 
 
 class FeatureCache:
-    """Fulfils FeatureSource from the files that `open` made."""
+    """A FeatureSource that reads the files which `open` has written."""
 
     def __init__(
         self, directory: Path, layout: _Layout, lengths: Sequence[int], device: torch.device | str
@@ -84,13 +84,13 @@ class FeatureCache:
         documents: Sequence[Document],
         identity: dict[str, Any],
     ) -> FeatureCache:
-        """Return the cache, after computing the shards that are missing.
+        """Open the cache, and first compute the shards that are missing.
 
         Raises EngineError if the directory holds features of something else, or if the file system
         lacks the space.
 
         Args:
-            identity: what the features depend on, as JSON.
+            identity: facts that the features depend on, as JSON.
         """
         layout = _layout_of(source)
         lengths = [len(document) for document in documents]

@@ -1,4 +1,4 @@
-"""Heads in their published layout: the one to start from, the trained one, and its tau.
+"""Read the head to start from, write the trained head in its published layout, and measure its tau.
 
 The trained head's directory has:
 
@@ -43,7 +43,7 @@ MAX_TEXT_PROMPT = 32  # tokens of a text that the target continues
 
 @contextmanager
 def temporary_head(recipe: HeadRecipe) -> Iterator[Path]:
-    """Write the head as it is into a directory that is deleted afterwards."""
+    """Write the present head into a directory that is deleted when the context ends."""
     directory = Path(tempfile.mkdtemp(prefix="eagle-ray-head-"))
     try:
         recipe.save(directory)
@@ -95,7 +95,8 @@ def load_start(config: TrainConfig, causal_lm: CausalLM) -> StartHead | None:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutResult:
-    """tau with the accepted share of steps at each depth. tau is None if nothing was decoded."""
+    """tau on held-out prompts, with the share of steps that accepted a token at each depth. tau is
+    None if nothing was decoded."""
 
     tau: float | None
     accepted_by_depth: list[float]
@@ -103,7 +104,7 @@ class HeldOutResult:
 
 
 def held_out_prompts(documents: Sequence[Document], limit: int) -> list[list[int]]:
-    """Return the tokens before the first answer of each document, or the beginning of one without a prompt."""
+    """Return for each document the tokens before its first answer, or its beginning if it has no prompt."""
     return [_prompt_of(document) for document in documents[:limit]]
 
 
@@ -124,7 +125,7 @@ def held_out_tau(
     tau depends on the text and on the tree, so it is always reported with both.
 
     Args:
-        causal_lm: as the engine loads it.
+        causal_lm: target, loaded as for the engine.
     """
     speculative = evaluation_tree(method, draft, settings)
     model = ModelConfig(target=str(draft), draft=str(draft))
@@ -155,7 +156,7 @@ def held_out_tau(
 
 
 def evaluation_tree(method: str, draft: Path, settings: EvaluationConfig) -> SpeculativeConfig:
-    """Return settings that draft one tree for every sequence at every step."""
+    """Return settings under which every sequence gets one fixed tree at every step."""
     return SpeculativeConfig(
         method=method,
         budget="uniform",

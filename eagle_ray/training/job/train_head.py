@@ -84,7 +84,7 @@ def train_head(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any]:
     Raises ConfigError.
 
     Args:
-        paths: files of the data; those of the target's own answers if it wrote them.
+        paths: files of the data, or of the target's own answers if it wrote them.
     """
     finished = prepare_output(config)
     if finished is not None:
@@ -93,9 +93,9 @@ def train_head(config: TrainConfig, paths: Sequence[str]) -> dict[str, Any]:
 
 
 def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
-    """Return the record of a finished run of an equal configuration, or None after clearing the way for a new one.
+    """Prepare the output directory. Return the record of a finished run with an equal configuration, else None.
 
-    Raises ConfigError if output.if_exists forbids it.
+    Raises ConfigError if output.if_exists forbids a new run.
     """
     output = StoragePath.of(config.output.path)
     record = read_json_object(output / TRAINING_RECORD)
@@ -114,10 +114,10 @@ def prepare_output(config: TrainConfig) -> dict[str, Any] | None:
 
 
 class HeadTraining:
-    """One run: its models, data and trainer.
+    """One training run in this process: its models, data and trainer.
 
     Args:
-        workers: the workers of the run, of which this process is one.
+        workers: workers of the run, of which this process is one.
     """
 
     def __init__(self, config: TrainConfig, paths: Sequence[str], workers: TrainingWorkers):
@@ -402,7 +402,7 @@ class TrainProgress:
 
 
 def identity_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the keys of a configuration that a resumed run must repeat, as JSON."""
+    """Return the configuration values that must be equal for a resume, as JSON."""
     dump = config.model_dump(mode="json")
     for key in NOT_COMPARED:
         section, _, name = key.partition(".")

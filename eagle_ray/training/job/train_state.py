@@ -1,4 +1,4 @@
-"""TrainState: the state between two steps of a training run, and its checkpoints, one file each."""
+"""TrainState: everything that the next training step depends on, and its checkpoint files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class TrainState:
     numbers of one that was never stopped, bit for bit.
 
     Attributes:
-        step: finished steps.
-        head: its state_dict.
-        optimizers: their state_dicts.
-        extra: tensors of the recipe that are made from the data at the start.
+        step: number of finished steps.
+        head: state_dict of the head.
+        optimizers: state_dicts of the optimizers.
+        extra: tensors that the recipe has made from the data at the start.
         curves: lists of numbers for the report.
-        identity: what a resumed run must have in common with this one, as JSON.
+        identity: configuration values that must be equal for a resume, as JSON.
     """
 
     step: int

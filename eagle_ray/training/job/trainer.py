@@ -32,14 +32,14 @@ SEED_STRIDE = 4096  # more shards than a step ever has
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A finished step.
+    """Results of a finished step.
 
     Attributes:
-        step: finished steps, this one included.
-        means: loss, its parts and agreement by depth, over the step.
-        num_tokens: number of tokens of the step, over all workers.
+        step: number of finished steps, including this one.
+        means: means over the step of the loss, its parts, and the agreement by depth.
+        num_tokens: number of tokens in the step, over all workers.
         seconds: seconds of the step.
-        feature_seconds: seconds of it for features.
+        feature_seconds: part of the seconds spent on features.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Trainer:
     """Trains a recipe's head on documents.
 
     Attributes:
-        shard_tokens: tokens of one forward pass.
+        shard_tokens: maximum tokens of one forward pass.
         seed: seed of noise.
         device: device of the head.
     """
@@ -78,7 +78,7 @@ class Trainer:
         """Run the steps begin .. end - 1.
 
         Args:
-            on_step: called after each.
+            on_step: callback after each step.
         """
         for step in range(begin, end):
             on_step(self.step(step))

@@ -1,6 +1,6 @@
-"""Training data of a configuration: its documents, shuffled, the held-out ones, and a draft vocabulary of the answers.
+"""Load the training data of a configuration: shuffled documents, held-out ones, and a draft vocabulary.
 
-Equal files, settings and seeds have equal documents, and an equal digest:
+Equal files, settings and seeds give equal documents and an equal digest:
 
     data = load_data(config, tokenizer)
     data.documents, data.held_out, data.digest
@@ -105,9 +105,9 @@ def count_answers(documents: Iterable[Document]) -> Counter[int]:
 
 
 def answer_vocabulary(counts: Counter[int], size: int, vocab_size: int) -> list[int]:
-    """Return a draft vocabulary of `size` tokens, the most frequent first; ties and absent tokens by id.
+    """Return the `size` most frequent tokens of the answers as a draft vocabulary; ties and absent tokens by id.
 
-    Answers of the target itself are the best measure of what it will write: other texts hold other
+    The target's own answers are the best measure of what it will write: other texts have other
     tokens, and none of those that end an answer.
     """
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
@@ -117,5 +117,5 @@ def answer_vocabulary(counts: Counter[int], size: int, vocab_size: int) -> list[
 
 
 def coverage(counts: Counter[int], token_ids: Iterable[int]) -> float:
-    """Return the share of the answers' tokens that the vocabulary holds."""
+    """Return the share of the answers' tokens that are in the vocabulary."""
     return sum(counts[token] for token in token_ids) / max(1, counts.total())
