@@ -1,14 +1,14 @@
-"""Model families: one record for each model_type, with all that this engine knows of it. All lists are made of these.
+"""Model families: one record for each model_type, with everything that is specific to it. All lists derive from them.
 
     FAMILIES["qwen3"].causal_lm                  # 'Qwen3ForCausalLM', transformers' class
     FAMILIES["olmoe"].mixture.block              # 'OlmoeSparseMoeBlock', the class of its experts' block
     FAMILIES["phimoe"].why_transformers          # why its layers are run by transformers and not by models/decoder.py
 
-A family stands here because tests/models/test_supported_models.py holds its packed trees equal to
-transformers' own forward on every path. "Our own forward" is models/decoder.py, with merged
+A family is listed if tests/models/test_supported_models.py shows that its packed trees give what
+transformers' own forward gives on every path. "Our own forward" is models/decoder.py, with merged
 projections and C++ and Triton layers. It runs the families whose record has a `layer`; transformers
-runs the others.
-CONTRIBUTING.md says how to add one; configs/FAMILIES.md is made of the records.
+runs the others. CONTRIBUTING.md says how to add one; configs/FAMILIES.md is generated from the
+records.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class LayerForm:
     Names are those of the modules in transformers' layer.
 
     Attributes:
-        input_norm: norm of what attention reads; None if it reads the residual itself.
-        attention_norm: norm of what attention adds to the residual.
-        mlp_norm: norm of what the MLP reads.
-        output_norm: norm of what the MLP adds to the residual.
-        norm_offset: number that norms add to their weights, such as Gemma's 1.
+        input_norm: norm before attention; None if attention reads the residual itself.
+        attention_norm: norm of attention's output before it is added to the residual.
+        mlp_norm: norm before the MLP.
+        output_norm: norm of the MLP's output before it is added to the residual.
+        norm_offset: constant added to norm weights, such as Gemma's 1.
         has_wide_norms: whether norms multiply by their weights in fp32, before they round.
         qkv: projections of the attention's input, queries first.
         gate_up: projections of the MLP's input, the gate first; () for a block that transformers
@@ -39,16 +39,16 @@ class LayerForm:
         activation: key of the config that names the activation of the gate.
         rotates_neighbours: whether rotary embeddings rotate elements (2i, 2i + 1) together, and not
             (i, i + half).
-        has_config_window: whether the sliding window stands in the config alone, not in the layers.
+        has_config_window: whether the sliding window is only in the config, not in the layers.
         has_softcap: whether attention scores are soft-capped, as softcap * tanh(score / softcap).
         has_sinks: whether each head has a sink: a learned logit in the softmax that has no value.
         mlp: name of the module of the MLP, or of the experts.
         has_chunks: whether it has layers of chunked attention, where a position sees only its own
             chunk.
-        has_still_layers: whether the config's no_rope_layers names layers without rotary embeddings.
-            Their queries are scaled by position if attn_temperature_tuning is set.
-        has_row_norms: whether the norms of queries and keys are over all heads of a row together, and
-            not over each head.
+        has_still_layers: whether the config's no_rope_layers names layers without rotary
+            embeddings. Their queries are scaled by position if attn_temperature_tuning is set.
+        has_row_norms: whether the norms of queries and keys are over all heads of a row together,
+            and not over each head.
         has_unit_head_norm: whether queries and keys of layers with rotary embeddings are normed by
             head, without weights.
     """
@@ -111,20 +111,20 @@ USUAL_STACKS = StackForm()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The models of one model_type: which code runs them, and what that code has to know.
+    """The models of one model_type: which code runs them, and the parameters of that code.
 
     Attributes:
-        model_type: the model_type in config.json.
+        model_type: value of model_type in config.json.
         causal_lm: name of transformers' class of the causal LM.
         layer: form of its decoder layers; None if transformers runs them.
         mixture: form of its MoE block, if our own forward runs one.
-        why_transformers: why transformers runs its layers; empty if `layer` is set.
-        why_whole: why it cannot be split over tensor-parallel ranks although our own forward runs
-            it; empty if it can.
-        why_dense: why its quantised checkpoints are refused, or dequantised when they are loaded
-            (MXFP4); empty if their weights stay quantised.
-        why_own: why transformers' forward cannot compute packed rows of it; empty if it can.
-        stacks: how a layer's experts are stacked in the tensors of a checkpoint.
+        why_transformers: reason why transformers runs its layers; empty if `layer` is set.
+        why_whole: reason why it cannot be split over tensor-parallel ranks although our own forward
+            runs it; empty if it can.
+        why_dense: reason why its quantised checkpoints are refused, or dequantised when they are
+            loaded (MXFP4); empty if their weights stay quantised.
+        why_own: reason why transformers' forward cannot compute its packed rows; empty if it can.
+        stacks: layout of a layer's stacked experts in the tensors of a checkpoint.
         module_prefix: beginning of the names of transformers' attention and MLP classes; empty if
             `causal_lm` begins with it.
     """
@@ -143,7 +143,7 @@ class Family:
 
     @property
     def prefix(self) -> str:
-        """Return how the names of transformers' classes begin: Llama of LlamaAttention."""
+        """Return the prefix of transformers' class names, for example Llama in LlamaAttention."""
         return self.module_prefix or self.causal_lm.removesuffix(CAUSAL_LM)
 
     @property
@@ -164,12 +164,12 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A model of more than text, whose text half is a model of a family and is loaded alone.
+    """A multimodal model whose text model belongs to a family and is loaded alone.
 
     Attributes:
-        model_type: as in config.json.
-        class_name: transformers' class.
-        text_families: model_type of the family that computes its text half, by that of its
+        model_type: value of model_type in config.json.
+        class_name: name of transformers' class.
+        text_families: model_type of the family that runs the text model, by the model_type of its
             text_config.
     """
 
@@ -389,16 +389,17 @@ BY_CLASS: dict[str, Family] = {family.causal_lm: family for family in FAMILIES.v
 
 
 def layers_of(model: Any) -> Any:
-    """Return the module of a causal LM that has its embedding, its layers and its last norm.
+    """Return the module of a causal LM that holds its embedding, its layers and its last norm.
 
-    That is transformers' base_model, but for a class that names it wrongly: Llama4ForCausalLM.
+    That is transformers' base_model, except for a class that sets it wrongly: Llama4ForCausalLM.
     """
     base = model.base_model
     return getattr(model, "model", base) if base is model else base
 
 
 def text_name(stored: str) -> str | None:
-    """Return the name that a text model gives to a tensor of a wrapper's file; None if its text half has it not."""
+    """Return a text model's name for a tensor in a multimodal model's file; None if the tensor is
+    not the text model's."""
     for prefix, own in TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return own + stored.removeprefix(prefix)

@@ -39,14 +39,14 @@ ScoredIds = tuple[Any, list[int], list[int]]
 
 @register_model("eagle_ray")
 class EagleRayLM(TemplateLM):
-    """The model that lm-eval calls.
+    """The lm-eval model class that runs an eagle_ray LLM in this process.
 
     Args:
-        target, draft: as of an LLM.
-        batch_size, max_batch_size, device: lm-eval's; the engine schedules by itself, so batch
-            sizes have no effect.
-        max_gen_toks: tokens of an answer, where a task names no number.
-        add_bos_token: None encodes as the target's tokenizer does by itself.
+        target, draft: target and draft, as for an LLM.
+        batch_size, max_batch_size, device: arguments that lm-eval passes; the engine schedules by
+            itself, so batch sizes have no effect.
+        max_gen_toks: maximum tokens of an answer if the task sets none.
+        add_bos_token: whether to add BOS to texts; None leaves that to the target's tokenizer.
         settings: other arguments of an LLM, such as slots, method or dtype.
     """
 
@@ -86,7 +86,7 @@ class EagleRayLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Return the tokens of the longest text that the target reads, as lm-eval's model of transformers does."""
+        """Return the maximum tokens of a text, by the rules of lm-eval's transformers model."""
         return self._llm.max_model_len
 
     @property
@@ -110,7 +110,7 @@ class EagleRayLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids. A text that begins with BOS, as chat templates write it, gets no second one."""
+        """Return the ids of a text. A text that begins with BOS, as chat templates write it, gets no second one."""
         wanted = self._add_bos if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._prefix_text):
             wanted = False

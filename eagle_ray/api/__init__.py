@@ -1,1 +1,1 @@
-"""The Python API: LLM in this process, and jobs and Ray Datasets from Python. ``eagle_ray`` exports its names."""
+"""The Python API: LLM in this process, and jobs over files and Ray Datasets. ``eagle_ray`` re-exports its names."""

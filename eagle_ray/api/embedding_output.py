@@ -1,4 +1,4 @@
-"""Embeddings of an LLM with task="embed": what `embed` takes and returns."""
+"""Inputs and results of `LLM.embed`, for an LLM with task="embed"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EmbeddingVector:
     """One embedding, in vLLM's form.
 
     Attributes:
-        embedding: its numbers.
+        embedding: numbers of the vector.
     """
 
     embedding: list[float]
@@ -34,12 +34,12 @@ class EmbeddingRequestOutput:
     """The embedding of one prompt.
 
     Attributes:
-        request_id: the prompt's own id, or its number.
-        prompt: the text as it was given, without the prompt that its name stands for; None of
-            token ids.
-        prompt_token_ids: what the target read, the prompt's and special tokens included.
+        request_id: id of the prompt, or its number if it has none.
+        prompt: the given text, without the prompt that prompt_name adds; None for token ids.
+        prompt_token_ids: all tokens that the target read, including the added prompt and special
+            tokens.
         outputs: the embedding; None if there is an error.
-        error: why the prompt cannot be embedded.
+        error: reason why the prompt cannot be embedded.
     """
 
     request_id: str

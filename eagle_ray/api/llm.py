@@ -65,8 +65,9 @@ class LLM:
 
     Args:
         target: a local directory or GGUF file, a URL, a hub id, embedded:tiny or embedded:smollm2.
-        draft: what the method reads, such as an EAGLE head, or auto for the best head that is known
-            and can be had. Without it only look-ups draft. The embedded pairs have their own drafts.
+        draft: draft model for the method, such as an EAGLE head, or auto for the best known head
+            that is available. Without it only lookups draft. The embedded pairs have their own
+            drafts.
         seed: prompts without a seed of their own derive theirs from it and from their ids, which
             count up from 0.
         num_gpus: GPUs over which the target is placed.
@@ -183,8 +184,9 @@ class LLM:
             prompts: a text, a list of texts, of token ids or of dicts with prompt or
                 prompt_token_ids and perhaps a prompt_name of their own, or a table of these
                 columns. Texts longer than the target's max_seq_length are cut.
-            prompt_name: which of the target's prompts stands before the texts; None is its default.
-            dimensions: numbers of each embedding, the first ones; None is all.
+            prompt_name: name of the target's prompt that is put before the texts; None is its
+                default.
+            dimensions: number of first dimensions to return; None is all.
             raise_errors, use_tqdm: as of generate.
 
         Raises:
@@ -266,7 +268,7 @@ class LLM:
         Args:
             prompts: as of generate. A prompt's own `continuations` win: texts, or lists of token
                 ids.
-            continuations: those of prompts without their own.
+            continuations: continuations for prompts without their own.
             score_text: each prompt is a document, whose `loglikelihood` and `bits_per_byte` are
                 returned.
             score_stride: tokens by which a window moves over a document longer than the model's
@@ -285,7 +287,8 @@ class LLM:
         return self._engine.counters()
 
     def close(self) -> None:
-        """End the engine and free its memory; calls in flight get EngineError. An LLM that is dropped does so, too."""
+        """End the engine and free its memory; calls in flight get EngineError. Dropping the LLM has
+        this effect, too."""
         if not self._thread.is_alive():
             return
         self._engine.close()

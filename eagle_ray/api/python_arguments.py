@@ -1,4 +1,4 @@
-"""What Python gives: an LLM's keyword arguments and prompts, or a job's file, dictionary or JobConfig.
+"""Convert Python arguments: an LLM's keywords and prompts, and a job's file, dictionary or JobConfig.
 
     >>> engine_config("embedded:tiny", "embedded:tiny", {"slots": 4}).execution.slots
     4
@@ -7,7 +7,7 @@
     >>> [request.prompt for request in prompt_requests(["Once", {"prompt": "Twice", "temperature": 0.5}])]
     ['Once', 'Twice']
 
-Prompts become requests as a job's reader makes them of input rows. A prompt that cannot be read
+Prompts become requests by the code that reads a job's input rows. A prompt that cannot be read
 becomes a request with an error, like a bad row of a job.
 """
 
@@ -103,8 +103,8 @@ def engine_config(
 ) -> JobConfig:
     """Return the configuration of an engine in this process. Its input and output are not used.
 
-    Without a draft only look-ups draft; an embedded pair has its own, and auto becomes the best one.
-    Raises ConfigError that names an unknown or wrong argument.
+    Without a draft only lookups draft; an embedded pair has its own draft, and auto is replaced by
+    the best head. Raises ConfigError that names an unknown or wrong argument.
     """
     for name in settings:
         if name not in ENGINE_KEYS:
@@ -127,7 +127,7 @@ def engine_config(
 
 
 def sampling_config(params: SamplingSettings) -> SamplingConfig:
-    """Return the key `sampling` of a job with these parameters, but for their seed."""
+    """Return these parameters as a job's `sampling` section, without the seed."""
     values = {name: getattr(params, name) for name in SamplingConfig.model_fields}
     values |= {
         "max_tokens": params.token_limit,
@@ -162,7 +162,7 @@ def job_config(config: ConfigLike, defaults: Mapping[str, Any] | None = None) ->
 
 
 class ArrowTable(Protocol):
-    """A table with Arrow's stream protocol: pyarrow's, pandas' from 2.2 on, polars'."""
+    """Protocol of a table with Arrow's stream interface: pyarrow's, pandas' from 2.2 on, polars'."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
@@ -244,7 +244,7 @@ def _request(row: Mapping[str, Any], number: int, columns: RequestColumns) -> Re
 
 
 def check_keys(row: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a prompt has keys that it cannot set. A job refuses the same columns."""
+    """Raise ConfigError if a prompt has keys that prompts cannot set. A job refuses such columns, too."""
     for name, value in row.items():
         parameter = name if name in MULTIMODAL else match_unsupported(name)
         if parameter is not None and has_effect(parameter, value):

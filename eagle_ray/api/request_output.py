@@ -1,4 +1,4 @@
-"""RequestOutput: what one prompt yields: its samples with their acceptance statistics, or its error.
+"""RequestOutput: the result for one prompt: its samples with their acceptance statistics, or its error.
 
     output = llm.generate("Once")[0]
     output.outputs[0].text, output.outputs[0].mean_acceptance_length      # (' upon a time', 3.1)
@@ -28,14 +28,17 @@ class CompletionOutput:
     """One sample.
 
     Attributes:
-        text: without end-of-sequence and stop string; "" if the target has no tokenizer.
-        content, reasoning_content, tool_calls: the parts of the text of an answer to messages, tool
-            calls in OpenAI's form. content is the text if the target neither thinks nor got tools.
-        token_ids: with them.
-        cumulative_logprob, logprobs: None unless SamplingParams.logprobs asks for them.
-        finish_reason: "stop", "length" or "tool_calls".
-        seed: the key of this sample's noise: SamplingParams(seed=...) with n=1 repeats it.
-        stats: the acceptance statistics, before any cut at the end.
+        text: text of the sample without end-of-sequence token and stop string; "" if the target has
+            no tokenizer.
+        content, reasoning_content, tool_calls: parts of an answer to messages, with tool calls in
+            OpenAI's form. content is the whole text if the target writes no reasoning and got no
+            tools.
+        token_ids: token ids of the sample, with end-of-sequence token and stop string.
+        cumulative_logprob, logprobs: log-probabilities; None unless SamplingParams.logprobs
+            requests them.
+        finish_reason: reason of its end: "stop", "length" or "tool_calls".
+        seed: seed of this sample: SamplingParams(seed=...) with n=1 repeats it.
+        stats: acceptance statistics, including tokens that were cut off at the end.
         ttft_s, e2e_s: seconds from the arrival of the prompt to the first and to the last token.
     """
 
@@ -81,22 +84,22 @@ class RequestOutput:
     """The output for one prompt: its samples, or its error.
 
     Attributes:
-        prompt: the text that the model read, chat template included; None for token ids.
-        prompt_logprobs: None unless SamplingParams.prompt_logprobs asks for them; the first token
-            has None.
-        outputs: one per sample; empty if there is an error, and where nothing is generated.
+        prompt: text that the model read, chat template included; None for token ids.
+        prompt_logprobs: log-probabilities of the prompt's tokens, the first of which has None; None
+            unless SamplingParams.prompt_logprobs requests them.
+        outputs: samples; empty if there is an error, or if nothing is generated.
         scores: log-probability of each of the prompt's continuations, or of its choices with
-            logprobs; None without any, as what follows.
+            logprobs. This and the following six are None without any.
         score_tokens, score_bytes: tokens and bytes of each continuation.
         is_greedy: whether each token of a continuation is the likeliest one.
         best, best_by_byte: index of the highest score, and of the highest score by byte.
         label_mass: probability that the next token is the first token of any continuation.
-        num_verified: rows of the target's passes behind the prompt.
-        loglikelihood: log-probability of the prompt itself, with score_text; None without, as what
-            follows.
-        tokens, bytes: its scored tokens, and the bytes of its text.
-        bits_per_byte: None without a text.
-        error: why the prompt could not be answered, with its code.
+        num_verified: number of rows of the target's passes behind the prompt.
+        loglikelihood: log-probability of the prompt itself. This and the following three are None
+            without score_text.
+        tokens, bytes: number of scored tokens, and of bytes of the prompt's text.
+        bits_per_byte: bits per byte of the text; None without a text.
+        error: reason why the prompt could not be answered, with its code.
     """
 
     request_id: str

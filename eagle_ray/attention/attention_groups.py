@@ -1,7 +1,7 @@
-"""AttentionGroup: sequences of a batch that attend in one call, padded to the longest and the largest tree.
+"""AttentionGroup: sequences whose attention runs in one call, padded to the longest context and the largest tree.
 
 The cost of a call grows with sequences times positions times (READ_COST + rows of a tree): keys and
-values are gathered, and each row meets each of them.
+values are gathered, and each row is multiplied with each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GROUP_COST = 700  # positions that take as long to read as making a group, once 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Sequences that attend in one call.
+    """Sequences of a batch whose attention runs in one call.
 
     Attributes:
         members: indices of the sequences.
@@ -30,10 +30,10 @@ class AttentionGroup:
 def group_sequences(
     lengths: Sequence[int], sizes: Sequence[int], num_layers: int
 ) -> list[AttentionGroup]:
-    """Return the groups of a batch.
+    """Split a batch into groups.
 
-    A batch is split in two where that saves most, by length or by size, as long as it saves more
-    than it takes. Both parts are then split likewise.
+    A batch is split in two where that saves the most, by length or by tree size, if it saves more
+    than a further call costs. Both parts are then split likewise.
 
     Args:
         lengths: positions of each sequence.

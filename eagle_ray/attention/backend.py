@@ -1,6 +1,6 @@
-"""Choose how the rows of a pass attend: by our C++ on a CPU, by Triton's kernels on a GPU, else by torch.
+"""Choose the attention backend of a pass: our C++ on a CPU, Triton's kernels on a GPU, else torch.
 
-The cache's device and the model decide it, for rows of trees as for prompts:
+The choice depends on the cache's device and the model, for rows of trees and for prompts:
 
     layout = tree_metadata(cache, batch, ...)          # rows of draft trees, or of plain decoding
     layout = prefill_metadata(cache, slots, ...)       # chunks of prompts
@@ -41,8 +41,8 @@ def tree_metadata(
     """Return the metadata of rows of draft trees, in the class that this cache's device uses.
 
     Args:
-        ancestors: as words only where `uses_triton`.
-        seq: the tree of each row, -1 for padding rows; None if there are none.
+        ancestors: ancestor masks; as words only if `uses_triton`.
+        seq: tree of each row, -1 for padding rows; None if there is no padding.
     """
     if uses_cpp(kv_cache):
         parts = (slot_mapping, ancestors, depths, position_depths, unpack, first)
@@ -79,7 +79,7 @@ def rows_metadata(
     """Return the layout of the packed rows of draft trees for this cache's device.
 
     Args:
-        max_depth: a bound on the depths; 0 if the trees are roots alone.
+        max_depth: upper bound on the depths; 0 if the trees are roots alone.
     """
     if uses_cpp(kv_cache):
         return CpuMetadata.of_rows(kv_cache, batch, tree, rows)
@@ -120,9 +120,10 @@ def prefill_metadata(
 
 
 def num_gathered(kv_cache: KVCache, context: int, num_rows: int) -> int:
-    """Return the most positions that each layer gathers for a chunk behind `context` positions, 0 if it gathers none.
+    """Return the maximum positions that each layer gathers for a chunk behind `context` positions;
+    0 if it gathers none.
 
-    Chunks without a context are gathered too if another chunk of their pass is.
+    Chunks without a context are gathered, too, if another chunk of their pass is.
     """
     reads_by_table = uses_cpp(kv_cache) or is_chained(kv_cache, context, num_rows)
     return 0 if reads_by_table else context + num_rows
@@ -131,7 +132,7 @@ def num_gathered(kv_cache: KVCache, context: int, num_rows: int) -> int:
 def mixed_metadata(
     first: AttentionMetadata, second: AttentionMetadata, num_first: int
 ) -> AttentionMetadata:
-    """Return the layout of num_first rows of `first` and then the rows of `second`, of the same cache."""
+    """Return the layout of one pass with num_first rows of `first`, then the rows of `second`, over one cache."""
     if isinstance(first, CpuMetadata) and isinstance(second, CpuMetadata):
         return first.followed_by(second)
     return MixedMetadata(first, second, num_first)
@@ -145,6 +146,6 @@ def backend_name(kv_cache: KVCache) -> str:
 
 
 def uses_cpp(kv_cache: KVCache) -> bool:
-    """Return whether passes over this cache attend by kernels/cpu_ops."""
+    """Return whether passes over this cache use the C++ attention (kernels/cpu_ops)."""
     keys = kv_cache.keys
     return cpu_ops.available(keys.device, keys.dtype) and not uses_triton(kv_cache)

@@ -1,8 +1,8 @@
 """CpuMetadata: ragged rows of many sequences that attend in one C++ call a layer (kernels/cpu_ops).
 
 Each row sees a run of its sequence's positions and, of the tree positions after them, those of its
-ancestors. Rows of trees, of prompts and of both in one pass are the same thing here: nothing is
-padded, gathered or split into groups.
+ancestors. Rows of trees and of prompts are treated alike: nothing is padded, gathered or split into
+groups.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 
 @dataclass(slots=True)
 class CpuMetadata:
-    """Metadata of rows for attention in C++. Make it with `of_rows`, `of_trees` or `of_prompts`.
+    """Metadata of rows for attention in C++. Built by `of_rows`, `of_trees` or `of_prompts`.
 
     Attributes:
-        slot_mapping: where the cache stores each row.
+        slot_mapping: index in the cache of each row.
         begin: first position of its slot that each row sees.
         end: the position after the last one that each row sees.
         trunk: the position of each row's tree position 0.
         positions: positions of the rows, for sliding windows.
-        mask: 1 for each of M tree positions that a row sees.
+        mask: 1 for each of the M tree positions that a row sees, else 0.
         position_depths: depths of the row's tree positions; position j is at position trunk +
             depth.
     """
@@ -66,7 +66,7 @@ class CpuMetadata:
         unpack: Int[Tensor, " R"] | None,
         first: Int[Tensor, " B"] | None,
     ) -> CpuMetadata:
-        """Return the metadata of trees whose contexts are in B slots; arguments are TreeMetadata's."""
+        """Build the metadata of trees whose contexts are in B slots; arguments are TreeMetadata's."""
         batch_size, num_nodes = depths.shape
         node = torch.arange(batch_size * num_nodes) if unpack is None else unpack
         tree = torch.div(node, num_nodes, rounding_mode="floor")
@@ -87,7 +87,7 @@ class CpuMetadata:
     def of_rows(
         cls, cache: KVCache, batch: DecodeSlots, tree: DraftTree, rows: VerifyRows
     ) -> CpuMetadata:
-        """Return `of_trees` of the packed rows of draft trees, in one call of C++."""
+        """Build the metadata that `of_trees` gives from packed rows of draft trees, in one C++ call."""
         blocks = cache.blocks
         slot_mapping, slots, end, positions, position_depths, mask = tree_ops.lay_out_rows(
             rows.tensors,
@@ -119,7 +119,7 @@ class CpuMetadata:
         starts: list[int],
         lengths: list[int],
     ) -> CpuMetadata:
-        """Return the metadata of prompt chunks; arguments are PrefillMetadata's."""
+        """Build the metadata of prompt chunks; arguments are PrefillMetadata's."""
         counts = torch.tensor(lengths)
         chunks = torch.tensor([slots, firsts])
         row_slots, row_firsts = chunks.repeat_interleave(counts, dim=1, output_size=sum(lengths))
@@ -141,7 +141,7 @@ class CpuMetadata:
         )
 
     def followed_by(self, other: CpuMetadata) -> CpuMetadata:
-        """Return these rows and then the other's, of the same cache."""
+        """Return these rows followed by another metadata's rows, over one cache."""
         return CpuMetadata(
             cache=self.cache,
             slot_mapping=torch.cat([self.slot_mapping, other.slot_mapping]),
@@ -180,7 +180,7 @@ class CpuMetadata:
         return cpu_ops.attend(self.seen(window), query, keys, values, rule)
 
     def seen(self, window: int | None) -> SeenPositions:
-        """Return the positions that each row sees through a window, cached for the pass; without a window, all."""
+        """Return the positions that each row sees through a layer's window, cached for the pass."""
         if window not in self._seen:
             self._seen[window] = self._seen_positions(window)
         return self._seen[window]

@@ -22,13 +22,13 @@ from eagle_ray.core.device import to_device
 
 @dataclass(frozen=True, slots=True)
 class GQAPacking:
-    """Where each row and head lies among the folded queries of the groups, and back.
+    """The index of each row and head in the groups' folded queries, and the inverse.
 
     Attributes:
-        gather_index: for each place of a group's folded queries its row and head.
-        shapes: shapes of the groups' folded queries, but for the last dim.
-        scatter_index: for each row and head its place among those of all groups, one after the
-            other.
+        gather_index: for each entry of the folded queries, its row and head.
+        shapes: shapes of the groups' folded queries, without the last dimension.
+        scatter_index: for each row and head, its index in the concatenated folded queries of all
+            groups.
     """
 
     gather_index: list[Int[Tensor, " BKGN"]]
@@ -47,9 +47,9 @@ class GQAPacking:
         """Return the packing of query heads for a pass.
 
         Args:
-            row_of: the row of each node.
-            unpack: b * N + n of each row.
-            groups: which trees are a group.
+            row_of: packed row of each node.
+            unpack: index b * N + n of each packed row.
+            groups: groups of trees that attend together.
         """
         num_nodes = row_of.shape[1]
         group = heads // kv_heads
@@ -84,7 +84,7 @@ class GQAPacking:
         return cls(gather_index, shapes, scatter_index.flatten())
 
     def fold(self, query: Float[Tensor, "1 heads R d"]) -> list[Float[Tensor, "b kv_heads Gn d"]]:
-        """Return the packed rows, by group."""
+        """Return the queries of packed rows in folded form, one tensor per group."""
         rows = query[0].transpose(0, 1).flatten(0, 1)  # as they lie in memory
         folded = []
         for index, shape in zip(self.gather_index, self.shapes, strict=True):
@@ -95,7 +95,7 @@ class GQAPacking:
     def unfold(
         self, outs: list[Float[Tensor, "b kv_heads Gn dv"]], heads: int
     ) -> Float[Tensor, "1 heads R dv"]:
-        """Return the groups' results by head and packed row."""
+        """Return the groups' results in the order of heads and packed rows."""
         # As torch's attention leaves them in memory.
         rows = [out.transpose(1, 2).flatten(0, 2) for out in outs]
         together = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -129,7 +129,7 @@ def _tree_begins(
 def fold_rectangle(
     query: Float[Tensor, "1 heads R d"], batch: int, kv_heads: int
 ) -> Float[Tensor, "B kv_heads GN d"]:
-    """Fold rows of trees of equal size."""
+    """Fold the queries of trees of equal size, without index tensors."""
     rows = query[0].unflatten(1, (batch, -1))
     by_tree = rows.transpose(0, 1)
     return by_tree.reshape(batch, kv_heads, -1, query.shape[3])
@@ -138,7 +138,7 @@ def fold_rectangle(
 def unfold_rectangle(
     out: Float[Tensor, "B kv_heads GN dv"], heads: int
 ) -> Float[Tensor, "1 heads R dv"]:
-    """Return the results of `fold_rectangle`'s rows by head and row."""
+    """Undo `fold_rectangle` for the results: return them by head and row."""
     batch, _, _, value_dim = out.shape
     by_node = out.reshape(batch, heads, -1, value_dim).transpose(1, 2)
     return by_node.flatten(0, 1).transpose(0, 1)[None]

@@ -33,11 +33,11 @@ class AttentionParams:
     """Parameters of one layer's attention.
 
     Attributes:
-        window: a key is visible to queries less than `window` positions after it; None is all. A
-            negative one is chunked attention: -8 are chunks of 8 positions, and a key is visible to
-            the later queries of its chunk.
-        softcap: scores are squashed to (-softcap, softcap).
-        sinks: one extra logit per query head that takes probability and contributes no value.
+        window: sliding window: a key is visible to queries less than `window` positions after it;
+            None is all. A negative number is chunked attention: with -8, chunks have 8 positions,
+            and a key is visible to later queries of its chunk.
+        softcap: bound of scores, which are squashed to (-softcap, softcap); None for none.
+        sinks: extra logit per query head that takes probability and contributes no value.
     """
 
     layer: int
@@ -59,7 +59,7 @@ class Rotary:
     """The cosines and sines of each row's rotary angles, fp32; pair i of a head is (i, i + half).
 
     Attributes:
-        query_scale: factor of each row's queries, where a layer has one by their positions.
+        query_scale: factor of each row's queries, for layers that scale them by position.
     """
 
     cosine: Float[Tensor, "R half"]
@@ -69,13 +69,13 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Parameters of one layer of our own forward, between its projections.
+    """Parameters of one layer's attention in our own forward, from the merged projection's output on.
 
     Attributes:
-        window: as in AttentionParams; so are softcap and sinks.
-        q_norm: weights of an RMSNorm over each query head before rotation, or None. In fp32 they
-            are multiplied before the result is rounded.
-        k_norm: likewise for key heads; None if q_norm is.
+        window: sliding window, as in AttentionParams; so are softcap and sinks.
+        q_norm: weights of an RMSNorm over each query head before rotation, or None. If they are
+            fp32, the product is computed before the result is rounded.
+        k_norm: weights for key heads, likewise; None if q_norm is.
     """
 
     layer: int
@@ -99,7 +99,7 @@ class AttentionShape:
     ) -> tuple[
         Float[Tensor, "R heads d"], Float[Tensor, "R kv_heads d"], Float[Tensor, "R kv_heads d"]
     ]:
-        """Return queries and keys, normed and rotated, and values."""
+        """Split a merged projection into queries and keys, normed and rotated, and values."""
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         heads = qkv.view(len(qkv), -1, self.head_dim)
         query, key, value = heads.split(sizes, 1)
@@ -135,7 +135,7 @@ class AttentionMetadata(Protocol):
 
 
 class Projected:
-    """`attend_projected` in PyTorch, for metadata that has `attend`."""
+    """Mixin with `attend_projected` in PyTorch, for metadata that has `attend`."""
 
     __slots__ = ()
 
@@ -159,13 +159,13 @@ class TreeMetadata(Projected):
     sizes attend in groups.
 
     Attributes:
-        slot_mapping: where the cache stores each of the R rows.
+        slot_mapping: index in the cache of each of the R rows.
         depths: depths of rows, for sliding windows: a row's position is length + depth.
-        position_depths: likewise of tree positions.
-        row_of: the packed row of (b, i); None if rows are the rectangle B x N.
-        unpack: its inverse, b * N + i of each row.
+        position_depths: depths of tree positions, likewise.
+        row_of: packed row of (b, i); None if rows are the rectangle B x N.
+        unpack: index b * N + i of each row, the inverse of row_of.
         first: first visible position of each sequence; None is 0.
-        sizes: rows of each tree, if the host knows them; None is N for all.
+        sizes: number of rows of each tree, if the host knows it; None is N for all.
     """
 
     cache: KVCache
@@ -269,7 +269,7 @@ class MixedMetadata(Projected):
 
 @dataclass(slots=True)
 class TreeGroup:
-    """Trees of sequences whose keys and values are read together, padded to the longest."""
+    """Trees whose keys and values are gathered together, padded to the longest."""
 
     cache: KVCache
     batch: DecodeSlots
@@ -351,7 +351,7 @@ class TreeGroup:
 
 @runtime_checkable
 class NumberedLayer(Protocol):
-    """An attention layer of a transformers model: it knows its place among the layers."""
+    """Protocol of an attention layer of a transformers model: it has its index among the layers."""
 
     layer_idx: int
 
@@ -370,7 +370,8 @@ def attention_function(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Float[Tensor, "B R heads value_dim"], None]:
-    """Run attention for a layer of transformers, which passes our metadata through as the keyword `rows`."""
+    """Compute attention for a layer of a transformers model, which passes our metadata through as
+    the keyword `rows`."""
     home = query.device if rows is None else rows.cache.keys.device
     sinks = None if s_aux is None else s_aux.to(home)
     attention = AttentionParams(module.layer_idx, scaling, sliding_window, softcap, sinks)
@@ -392,7 +393,7 @@ def causal_attention(
     value: Float[Tensor, "B kv_heads T dv"],
     attention: AttentionParams,
 ) -> Float[Tensor, "B heads N dv"]:
-    """Return causal attention for queries at the last N of T positions."""
+    """Return causal attention of queries at the last N of T positions."""
     batch, heads, num_rows, head_dim = query.shape
     kv_heads, length = key.shape[1:3]
 

@@ -1,12 +1,12 @@
-"""PrefillMetadata: chunks of many prompts in one pass, each row over its sequence up to itself.
+"""PrefillMetadata: causal attention of prompt chunks of many sequences in one pass.
 
     rows      c0 c0 c0 | c1 c1          R rows of all chunks
     keys      k0 k0 k0 k0 k0 | k1 k1    T positions that the chunks see, gathered from the cache if any has a context
 
 On a GPU all chunks attend in one launch per layer, by torch's variable-length flash attention;
-elsewhere, and where that does not apply, one by one. Triton's kernel of trees reads a context by
-block table. So with it short chunks that have a context attend as chains, and so do all chunks
-where torch's flash attention does not apply: nothing of these is gathered.
+otherwise one by one. Triton's tree kernel reads a context by its block table, without gathering it.
+So where it runs, short chunks that have a context attend as chains (trees without branches), and so
+do all chunks to which torch's flash attention does not apply.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_GATHERED = 1 << 17
 
 
 def is_chained(cache: KVCache, context: int, num_rows: int, chain_rows: int = CHAIN_ROWS) -> bool:
-    """Return whether a chunk behind `context` positions attends as chains of single rows."""
+    """Return whether a chunk behind `context` positions attends as a chain: a tree without branches."""
     is_short = num_rows <= chain_rows or context + num_rows > MAX_GATHERED
     return context > 0 and is_short and uses_triton(cache)
 
@@ -60,8 +60,8 @@ class PrefillMetadata(Projected):
         firsts: first visible position of each chunk, on the host.
         starts: position of each chunk's first row, on the host.
         lengths: rows of each chunk, on the host.
-        chain_rows: most rows of a chunk with a context that attends as chains.
-        slot_mapping: where the cache stores each row.
+        chain_rows: maximum rows of a chunk with a context that attends as a chain.
+        slot_mapping: index in the cache of each row.
     """
 
     cache: KVCache
@@ -103,7 +103,7 @@ class PrefillMetadata(Projected):
 
     @property
     def num_gathered(self) -> int:
-        """Return the positions that each layer gathers at once if torch's flash attention applies."""
+        """Return how many positions each layer gathers at once if torch's flash attention is used."""
         chunks = self._gathered
         return sum(chunks.num_seen) if chunks is not None and chunks.has_context else 0
 
@@ -189,9 +189,9 @@ class GatheredChunks:
     """Chunks whose keys and values are gathered from the cache for attention. Other fields are PrefillMetadata's.
 
     Attributes:
-        num_seen: positions that each chunk's last row sees.
-        own: where the cache stores each row.
-        seen: where it stores each position that the chunks see.
+        num_seen: number of positions that each chunk's last row sees.
+        own: index in the cache of each row.
+        seen: index in the cache of each position that the chunks see.
     """
 
     cache: KVCache
@@ -226,7 +226,7 @@ class GatheredChunks:
         """Return the attention of the chunks' rows.
 
         Args:
-            rows: the chunks' own keys and values; None if they are in the cache alone.
+            rows: keys and values of the chunks' own rows; None if they are only in the cache.
         """
         if self.has_context:
             rows = None

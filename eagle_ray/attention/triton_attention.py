@@ -1,7 +1,7 @@
 """TritonTreeMetadata: TreeMetadata for Triton's kernels.
 
-What it needs stands on the device before the first layer attends, whatever the lengths: the host
-need not know them. So one CUDA graph serves every batch of a size.
+All of its tensors are on the device before the first layer attends, and the host need not know the
+lengths. So one CUDA graph serves every batch of a size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("eagle_ray")
 
 
 def uses_triton(kv_cache: KVCache) -> bool:
-    """Return whether passes over this cache use Triton's attention; log once if the model prevents it."""
+    """Return whether passes over this cache use Triton's attention. If the model prevents it, log that once."""
     keys = kv_cache.keys
     value_dim = kv_cache.values.shape[-1]
     return use_triton(keys.device) and _supports(keys.dtype, keys.shape[-1], value_dim)
@@ -51,12 +51,12 @@ def _supports(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
 
 @dataclass(slots=True)
 class TritonTreeMetadata:
-    """Trees of up to N rows each, on top of what B slots hold: TreeMetadata's rows, seen by kernels.
+    """Trees of up to N rows each, on top of the cached tokens of B slots: TreeMetadata in the kernels' form.
 
     Attributes:
-        batch: its host_lengths are not read.
-        words: mask words of each tree's rows, over M tree positions.
-        rows: place of each tree's rows among R; None for the rectangle.
+        batch: slots of the batch, whose host_lengths are not read.
+        words: ancestor masks of each tree's rows over M tree positions, as words.
+        rows: packing of each tree's rows among R; None for the rectangle.
     """
 
     cache: KVCache
@@ -98,7 +98,7 @@ class TritonTreeMetadata:
     def attend_rows(
         self, query: Float[Tensor, "heads R d"], attention: AttentionParams
     ) -> Float[Tensor, "heads R dv"]:
-        """Return the attention of rows whose keys and values the cache holds."""
+        """Return the attention of rows whose keys and values are already in the cache."""
         return attend_trees(self.cache, self.trees, query, attention)
 
 
@@ -108,7 +108,7 @@ def attend_trees(
     query: Float[Tensor, "heads R d"],
     attention: AttentionParams,
 ) -> Float[Tensor, "heads R dv"]:
-    """Return the attention of rows whose keys and values the cache holds."""
+    """Return the attention of rows whose keys and values are already in the cache."""
     from eagle_ray.kernels.flash_decoding import tree_attention
 
     return tree_attention(
@@ -126,7 +126,7 @@ def attend_trees(
 def chain_trees(
     cache: KVCache, slots: list[int], firsts: list[int], starts: list[int], lengths: list[int]
 ) -> KernelTrees:
-    """Return chunks of prompts as trees: chains of up to CHAIN_ROWS rows, each on top of all rows before it."""
+    """Return prompt chunks as trees: chains of up to CHAIN_ROWS rows, each on top of all rows before it."""
     # Each chain's slot, first visible position, first row's position, and number of rows.
     chains = []
     for slot, first, start, length in zip(slots, firsts, starts, lengths, strict=True):
@@ -165,7 +165,7 @@ def rotate_and_write(
     rotary: Rotary,
     shape: AttentionShape,
 ) -> Float[Tensor, "R heads d"]:
-    """Write a merged projection's keys, normed and rotated, and values to the cache; return its queries, like keys."""
+    """Norm and rotate a merged projection; write its keys and values to the cache and return its queries."""
     from eagle_ray.kernels.fused_layer import rotate_and_write as launch
 
     keys, values = cache.layer(shape.layer)

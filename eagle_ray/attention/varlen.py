@@ -3,8 +3,8 @@
     packed = PackedLengths.of([3, 2], [5, 2], "cuda")           # 3 rows over 5 positions, 2 rows over 2
     out = varlen_attention(query, keys, values, packed, attention)
 
-It needs a CUDA device, and torch's releases differ in what they take. If torch refuses once, this
-process does not ask again.
+It needs a CUDA device, and torch's releases differ in the arguments that they support. After one
+refusal this process does not try again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ failures: list[str] = []  # reasons for which torch has refused to run
 
 @dataclass(frozen=True, slots=True)
 class PackedLengths:
-    """How B sequences lie in packed rows and packed positions.
+    """The boundaries of B sequences in packed rows and in packed positions.
 
     Attributes:
         row_ends: int32, cumulative numbers of rows, from 0 on.
         key_ends: int32, cumulative numbers of positions, from 0 on.
-        max_rows: most rows of one sequence.
-        max_keys: most positions of one sequence.
+        max_rows: maximum rows of one sequence.
+        max_keys: maximum positions of one sequence.
     """
 
     row_ends: Int[Tensor, " B1"]

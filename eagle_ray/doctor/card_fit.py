@@ -1,4 +1,4 @@
-"""Plan a pair for a card that is not here: how many GPUs a worker takes, its memory, and what its steps cost."""
+"""Plan a pair for a GPU that is not at hand: how many a worker needs, its memory, and its step costs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from eagle_ray.report.text import gib
 
 @dataclass(frozen=True, slots=True)
 class CardFit:
-    """A worker on cards of a kind.
+    """A worker's memory on cards of one kind.
 
     Attributes:
-        num_gpus: cards that it takes.
-        memory: plan of each of them.
+        num_gpus: number of cards per worker.
+        memory: memory plan of each card.
         fits: whether the pair fits there.
     """
 
@@ -37,7 +37,7 @@ class CardFit:
     fits: bool
 
     def slots_of(self, positions: float) -> int:
-        """Return the sequences that run at once, if each has this many tokens in the mean at its end."""
+        """Return the number of sequences that run at once if a finished one has this many tokens on average."""
         tokens = self.memory.kv_tokens
         if tokens is None:
             return self.memory.slots
@@ -54,9 +54,10 @@ class CardFit:
 
 
 def card_fit(here: PairHere, card: Card, num_cards: int) -> CardFit:
-    """Return a worker with as few of the cards as the pair fits into, or with the most that can share it.
+    """Return the worker with the fewest cards that the pair fits into, or with the maximum that can share it.
 
-    Raises ConfigError if the weights are not on this machine, or no such number of cards is possible.
+    Raises ConfigError if the weights are not on this machine, or no such number of cards is
+    possible.
     """
     dtype = planned_dtype(here.config.model, "cuda", here.target, here.shape)
     fit = None
@@ -75,7 +76,7 @@ def card_fit(here: PairHere, card: Card, num_cards: int) -> CardFit:
 def card_costs(here: PairHere, card: Card, fit: CardFit) -> tuple[StepCosts, bool]:
     """Return the costs of a worker's steps, and whether they were measured on such a card.
 
-    A card's own costs are those of one GPU, so they are planned for workers that share a target.
+    Measured costs are for one GPU; for workers with several they are estimated.
     """
     costs = stored_costs(here, card.is_device) if fit.num_gpus == 1 else None
     if costs is not None:

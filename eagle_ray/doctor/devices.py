@@ -43,7 +43,7 @@ BF16_CAPABILITY = (8, 0)  # older GPUs compute bf16 by way of fp32
 
 
 def devices(wanted: str) -> Finding:
-    """Check the devices.
+    """Check the devices that torch sees.
 
     Args:
         wanted: value of model.device.
@@ -108,8 +108,8 @@ class PlannedWorkers:
     Attributes:
         plan: the workers and their resources.
         num_nodes: number of nodes of the cluster.
-        is_here: whether all workers are on this machine.
-        memory: bytes that Ray counts on the smallest node; None if unknown.
+        is_here: whether all workers run on this machine.
+        memory: bytes of memory of the smallest node, according to Ray; None if unknown.
     """
 
     plan: WorkerPlan
@@ -119,7 +119,7 @@ class PlannedWorkers:
 
 
 def workers(execution: ExecutionConfig, device: str) -> tuple[Finding, PlannedWorkers | None]:
-    """Return the workers, or None if the job would not start.
+    """Check and return the workers that a job would start, or None if it would not start.
 
     Args:
         device: value of model.device.
@@ -184,7 +184,7 @@ def _there(address: str) -> list[Mapping[str, float]]:
 
 
 def threads(num_workers: int, per_worker: int) -> Finding:
-    """Return the threads that a job started here would give its workers."""
+    """Return the number of CPU threads that a job started here would give a worker."""
     setting = os.environ.get("OMP_NUM_THREADS")
     cores = num_cores()
     used = num_workers * per_worker
@@ -209,12 +209,12 @@ def attention(
     is_required: bool = False,
     stored: str | None = None,
 ) -> Finding:
-    """Return the kernels of a target's attention and linear layers on a device.
+    """Report which kernels run a target's attention and linear layers on a device.
 
     Args:
         shape: the target's configuration.
         is_required: value of execution.require_kernels.
-        stored: how the target's weights are quantised, if layers multiply them as they are stored.
+        stored: quantization of the target's weights, if layers multiply them in stored form.
     """
     missing = why_not(torch.device(device)) or unsupported_heads(dtype, *head_dims(shape))
     dtype_name = str(dtype).removeprefix("torch.")

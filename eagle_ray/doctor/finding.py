@@ -4,7 +4,7 @@
     problem  memory     a worker takes 17.3 GiB and cuda:0 has 15.2 GiB free
                         -> set execution.slots to 5 or less
 
-A program reads its facts, a person its text.
+Programs read its facts, people its text.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        part: what was checked.
-        says: the result as text.
-        facts: the result for programs.
-        problem: what to do, if a job would fail.
-        advice: what to do, if a job would be slower than possible.
+        part: subject of the check.
+        says: result as text.
+        facts: result for programs.
+        problem: remedy, if a job would fail.
+        advice: remedy, if a job would be slower than possible.
     """
 
     part: str
@@ -40,6 +40,6 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """Return a line, and a second one with the advice."""
+        """Return the finding as one line, with the remedy on a second line if there is one."""
         todo = [f"{'':20}-> {line}" for line in (self.problem, self.advice) if line]
         return "\n".join([f"{self.level:<9}{self.part:<11}{self.says}", *todo])

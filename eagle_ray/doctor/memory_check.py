@@ -26,7 +26,7 @@ NODE_GPUS = 8  # GPUs of the largest usual machine; the ranks of a worker are on
 
 
 def memory(here: PairHere, workers: PlannedWorkers, device: str, dtype: torch.dtype) -> Finding:
-    """Compare the memory that one worker, or each of its ranks, takes with the memory that is available."""
+    """Compare the memory that one worker, or each of its ranks, needs with the available memory."""
     try:
         num_ranks, plan = _planned(here, workers, device, dtype)
     except ConfigError as error:
@@ -102,7 +102,7 @@ def _shared(here: PairHere) -> SharedTarget:
 
 
 def memory_of(workers: PlannedWorkers, device: str) -> DeviceMemory | None:
-    """Return the memory of one worker, or None if it cannot be seen from here."""
+    """Return the memory available to one worker, or None if it is not visible from here."""
     if device == "cpu":
         free = free_memory() if workers.memory is None else workers.memory
         share = free // num_sharing(workers, device)
@@ -121,7 +121,7 @@ def memory_of(workers: PlannedWorkers, device: str) -> DeviceMemory | None:
 
 
 def num_sharing(workers: PlannedWorkers, device: str) -> int:
-    """Return the workers that share a machine's memory, or a GPU."""
+    """Return how many workers share a machine's memory, or a GPU."""
     plan = workers.plan
     if device == "cpu":
         return max(ceil(plan.min_workers / workers.num_nodes), 1)
@@ -139,8 +139,8 @@ def remedy(
     """Return the smallest change with which the worker would fit, if one is known.
 
     Args:
-        num_sharing: workers that share its memory.
-        itemsize: bytes of a number of model.dtype.
+        num_sharing: number of workers that share its memory.
+        itemsize: bytes of an element of model.dtype.
         num_gpus: number of GPUs of the worker.
         sizes: numbers of ranks that can share the target.
         num_ranks: number of ranks of the worker; the plan is one rank's.

@@ -160,10 +160,10 @@ def dtype_of(name: str, device: str, here: PairHere) -> torch.dtype:
 
 
 def stored_layers(here: PairHere, device: str) -> str | None:
-    """Return the target's quantization if its layers are multiplied as they are stored, else None.
+    """Return the target's quantization if its layers multiply weights in stored form, else None.
 
     Args:
-        device: "cpu" or "cuda".
+        device: type of device: "cpu" or "cuda".
     """
     if here.config.model.dtype == "float32" or (device == "cpu" and quantized_path() == 0):
         return None  # then they are dequantised

@@ -1,4 +1,5 @@
-"""Say what a row costs on this machine and from when drafts pay, by the costs that the pair's last start kept."""
+"""Report the cost of a row and the acceptance from which drafts pay, from step costs stored by the
+pair's last start."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ NOT_MEASURED = "not measured yet: the first start measures for some seconds, or 
 
 
 def stored_costs(here: PairHere, is_device: Callable[[str], bool]) -> StepCosts | None:
-    """Return the costs of a pair's steps that this machine has kept last, or None if it has none.
+    """Return the step costs of a pair that this machine has stored last, or None if it has none.
 
     Args:
-        is_device: whether they may be those of a device of this name.
+        is_device: returns whether costs of a device with this name may be used.
     """
     shape = here.shape.to_dict()
     wanted = {name: shape.get(name) for name in SHAPE}
@@ -35,7 +36,7 @@ def stored_costs(here: PairHere, is_device: Callable[[str], bool]) -> StepCosts 
 
 
 def draft_worth(here: PairHere, device: Literal["cpu", "cuda"]) -> Finding:
-    """Find how many tokens a pass drafts must yield to pay here, from step costs that a start has measured, if any."""
+    """Report how many tokens per pass drafts must yield to pay here, from stored step costs if there are any."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     costs = stored_costs(here, lambda device_name: device_name == name)
     if costs is None:

@@ -58,9 +58,9 @@ def disks(output: str, temporary: str, cache: Path) -> list[Finding]:
     """Check the space for a job's files.
 
     Args:
-        output: the job's directory, s3:// or local.
-        temporary: Ray's directory.
-        cache: the directory of measured costs.
+        output: output directory of the job, s3:// or local.
+        temporary: Ray's temporary directory.
+        cache: directory of measured costs.
     """
     return [_output(output), _temporary(temporary), _shared_memory(), _cache(cache)]
 
@@ -129,7 +129,7 @@ def _read(path: Path) -> str:
 
 
 def software() -> list[Finding]:
-    """Return the versions of eagle_ray and Python, then of packages."""
+    """Report the versions of eagle_ray, Python and the main packages."""
     python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     facts = {"eagle_ray": __version__, "python": python}
     about = Finding("eagle_ray", f"{__version__}, Python {python}", facts)

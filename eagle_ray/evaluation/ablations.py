@@ -1,6 +1,6 @@
 """The EAGLE-2 paper's ablations (section 5.4): drafting without the value of a path, verifying without reranking.
 
-Both keep the ancestors of all they keep, so outputs stay plain decoding's.
+Both keep a node's ancestors with it, so outputs still equal plain decoding's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from eagle_ray.tree.expand import DraftPlan, TreeBuilder
 
 
 class OwnConfidence(TreeBuilder):
-    """Expands nodes by their own probability alone, and values a node by the lowest probability on its path.
+    """The ablation without path values: nodes are expanded by their own probability, and valued by
+    the lowest on their path.
 
-    Choosing by that least one is choosing by the nodes' own confidence, the surest first among
-    those whose parents are chosen: all that stand above a threshold, path and all, come before all
-    others.
+    Choosing by the lowest probability is equal to choosing by a node's own confidence among nodes
+    whose parents are chosen: a path whose nodes are all above a threshold comes before all others.
     """
 
     def grow(
@@ -43,7 +43,8 @@ class OwnConfidence(TreeBuilder):
 
 
 class ExpandedPlanner(UniformPlanner):
-    """Verifies the nodes that EAGLE-2 would have expanded: top_k of each level but the last, which is not drafted."""
+    """The ablation without reranking: verifies the expanded nodes, top_k of each level except the
+    last, which is not drafted."""
 
     def __init__(self, max_depth: int, top_k: int):
         depth = max(max_depth - 1, 1)
@@ -59,7 +60,7 @@ class ExpandedPlanner(UniformPlanner):
 
 
 def num_expanded(max_depth: int, top_k: int) -> int:
-    """Return the number of expanded nodes, without roots."""
+    """Return the number of expanded nodes, roots excluded."""
     return max(max_depth - 1, 1) * top_k
 
 

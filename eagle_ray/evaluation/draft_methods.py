@@ -1,6 +1,6 @@
-"""Draft methods: what the comparison of methods can compare, by name, and an engine for each over the same target.
+"""Parse the names of draft methods to compare, and build an engine for each over one target.
 
-    plain                       no drafts: what the others are held against
+    plain no drafts: the baseline of all others
     eagle1, eagle2              as published: the same tree for everyone, the head's own confidences
     eagle2-without-value        EAGLE-2 with a part of it taken out, the paper's ablations (section 5.4): a node is
                                 judged by its own confidence, in growing and in choosing, not by its path's product
@@ -61,10 +61,10 @@ class DraftMethod:
     """A method that is compared with others.
 
     Attributes:
-        name: its name in tables.
-        drafts: what it reads.
-        reference: the method that it is compared with.
-        adjust: what is done to its engine.
+        name: name of the method in tables.
+        drafts: draft models that it reads.
+        reference: name of the method that it is compared with.
+        adjust: function that changes its engine.
     """
 
     name: str
@@ -90,7 +90,7 @@ class DraftMethod:
         """Return a new engine of the method.
 
         Args:
-            weights: what the method reads from its drafts.
+            weights: loaded drafts of the method.
         """
         args = EngineArgs(slots, max_model_len, kv_tokens=None)
         engine = build_engine(causal_lm, weights, self.speculative, args)
@@ -100,7 +100,7 @@ class DraftMethod:
 
 
 def default_names(speculative: SpeculativeConfig) -> list[str]:
-    """Return all methods that the job's model.draft allows, or that need none, with their references."""
+    """Return the names of all methods that the job's model.draft allows or that need none, with their references."""
     alone = methods_without_draft()
     method = speculative.merged_methods
     if draft_requirement(method) not in (EAGLE_HEAD, HEAD_3, ANY_DRAFT):

@@ -4,11 +4,11 @@
     figures(turns, "eagle2", plain="plain", ...)         # figures of all rounds, or of one task's
 
 A round is a few questions of one task, as many as an engine has slots. Each method answers them
-from an empty cache, in an order drawn in each round, and its speed is held against plain decoding's
-of the same round: what slows the machine down for a while slows both.
+from an empty cache, in an order drawn for each round, and its speed is divided by plain decoding's
+in that round: a machine that is slow for a while slows both.
 
-Two outputs of one prompt are compared token for token; where they part, the target tells whether
-the two tokens were nearly tied.
+Two outputs of one prompt are compared token for token; where they first differ, the target's logits
+show whether the two tokens were nearly tied.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ MIN_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Equivalence:
-    """How many outputs were compared, and why the others differ.
+    """How many outputs were compared and identical, and why the others differ.
 
     Attributes:
-        num_near_ties: outputs that first differ where both tokens' scores were nearly equal.
-        num_edges: outputs that first differ where a token crosses the edge of top-k, top-p or
-            min-p.
+        num_near_ties: number of outputs that first differ where both tokens' scores were nearly
+            equal.
+        num_edges: number of outputs that first differ where a token crosses the edge of top-k,
+            top-p or min-p.
     """
 
     num_compared: int = 0
@@ -89,8 +90,8 @@ def compare(
     """Compare each prompt's output with plain decoding's, up to the shorter one's end; empty ones are skipped.
 
     Args:
-        params: how each was sampled; None is greedily.
-        near_tie: what one row against many moves logits by.
+        params: sampling parameters of each output; None is greedy.
+        near_tie: maximum change of a logit between passes of one row and of many.
     """
     identity = Equivalence()
     rows = zip(prompts, outputs, plain, params or repeat(GREEDY), strict=False)
@@ -130,8 +131,8 @@ class BenchmarkPrompt:
     """A question of a benchmark.
 
     Attributes:
-        task: what it is counted under.
-        ask: returns the request as a new sequence, at its own temperature.
+        task: name of its task.
+        ask: returns the prompt as a new sequence, at a given temperature.
     """
 
     task: str
@@ -149,10 +150,10 @@ def rounds(
     temperature: float,
     seed: int = 0,
 ) -> Iterator[Round]:
-    """Run every prompt once, by tasks.
+    """Run every prompt once, in rounds by task, and yield each round.
 
     Args:
-        engines: new ones with equal numbers of slots.
+        engines: new engines with equal numbers of slots, by method.
     """
     timing = Timing(engines, seed)
     slots = min(engine.counters.num_slots for engine in engines.values())
@@ -185,8 +186,8 @@ def figures(
     """Return one method's numbers over some rounds, as JSON.
 
     Args:
-        reference: the method whose tau it is compared with.
-        compare: compares answers with plain decoding's.
+        reference: method whose tau it is compared with.
+        compare: function that compares answers with plain decoding's.
     """
     answers = outputs_of(turns, name)
     stats = _pooled(answers)

@@ -1,10 +1,10 @@
 """RecordingPlanner: plans as another planner does, and records times and draft trees.
 
     engine.planner = recorder = RecordingPlanner(engine.planner)
-    recorder.best_tree(sequence)                    # the step of which the most drafts were accepted
-    recorder.parts, recorder.num_steps              # seconds of drafts, verify passes and the rest
+    recorder.best_tree(sequence) # the tree with the most accepted drafts
+    recorder.parts, recorder.num_steps # seconds of drafts, verify passes and the rest
 
-The evaluation and the demo put one in front of an engine's planner.
+The evaluation and the demo wrap an engine's planner in one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RecordedTree:
     """One sequence's candidates in one step, N nodes, the root first.
 
     Attributes:
-        num_outputs: output tokens before the step.
-        values: the probability, by the planner, that the target accepts the path to each node.
-        verified: true for a node that got a row.
+        num_outputs: number of output tokens before the step.
+        values: predicted probability that the target accepts the path to each node.
+        verified: true for a node that was verified.
     """
 
     num_outputs: int
@@ -57,12 +57,13 @@ class RecordedTree:
 
 
 class RecordingPlanner:
-    """Keeps the times of all steps but first ones, and the draft trees of the sequence that runs, if it runs alone.
+    """A planner that passes all calls to another one, and records step times and the draft trees of
+    a sequence that runs alone.
 
     Args:
-        keeps_trees: keep the draft trees, each of which is read back from the device.
-        costs: costs that predict what steps take; None predicts nothing. They learn from the steps
-            unless they are the planner's own.
+        keeps_trees: whether to record draft trees, each of which is copied from the device.
+        costs: step costs for predictions; None predicts nothing. They learn from the steps unless
+            they are the planner's own.
 
     Attributes:
         draft_s: seconds of drafts, as in StepTimes.
@@ -70,7 +71,7 @@ class RecordingPlanner:
         rest_s: seconds of the rest of the steps.
         predicted_s: seconds of these steps by the costs.
         predicted_plain_s: seconds of as many plain steps by the costs.
-        num_steps: steps that are in the sums. A step in which a graph was recorded is not.
+        num_steps: number of steps in the sums. A step in which a graph was recorded is left out.
     """
 
     def __init__(self, planner: Planner, costs: StepCosts | None = None, keeps_trees: bool = False):

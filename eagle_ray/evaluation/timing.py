@@ -1,4 +1,4 @@
-"""Time engines in turns: over equal requests, over a queue that is always full, or over a job to its end.
+"""Time engines by turns: on equal requests, on a queue that is always full, or on a job to its end.
 
     timing = Timing({"eagle2": drafting, "plain": plain})
     timing.warm_up(lambda name: [question()])
@@ -29,7 +29,7 @@ Ask = Callable[[str], list[Sequence]]
 
 
 class ForwardTimer:
-    """The seconds that the host spends inside the forward passes of some modules, none of them inside another.
+    """Measures the host's seconds inside the forward passes of some modules, which must not be nested.
 
     Our own forward calls the linear layers of a model and not the modules around them. On a GPU
     passes are only enqueued in that time: the number says nothing there.
@@ -55,13 +55,13 @@ class ForwardTimer:
 class Sample:
     """Measurements of an engine over a period.
 
-    All this is counted here: sequences' own statistics know of a step while the next one runs,
-    which may be another method's.
+    Everything is counted here, because a sequence's own statistics may include a step only while
+    the next one runs, which may be another method's.
 
     Attributes:
         seconds: seconds of all steps.
         forward_s: seconds inside forward passes; 0 without a meter.
-        prefill_s: seconds on prompts.
+        prefill_s: seconds spent on prompts.
         num_tokens: committed tokens.
         num_decoded: tokens of decode steps, without those right after prompts.
         num_steps: steps of the engine.
@@ -118,16 +118,15 @@ class Sample:
 
 
 class SteadyQueue:
-    """An engine whose slots are always taken: what finishes is replaced at once, and its prompt is part of the time.
+    """Keeps all slots of an engine in use: a finished sequence is replaced at once, and its prompt is part of the time.
 
-    Until its end prompts have passes of their own, so that what they take can be told from the
-    rest.
+    Prompts get separate passes until `end`, so that their time can be separated.
 
     One queue goes on from window to window. Queues over the same requests stay side by side as long
     as their windows are of the same number of tokens.
 
     Args:
-        in_flight: sequences at once, where the engine has more slots than that.
+        in_flight: number of sequences at once, if it is less than the engine's slots.
     """
 
     def __init__(
@@ -153,16 +152,16 @@ class SteadyQueue:
         return list(self._added)
 
     def fill(self) -> None:
-        """Step until every slot has had a sequence."""
+        """Run steps until every slot has had a sequence."""
         while sum(bool(s.output_ids) for s in self._added) < self._size:
             self._step()
 
     def window(self, num_tokens: int, max_seconds: float, first: Planner | None = None) -> Sample:
-        """Step until num_tokens more are committed, or max_seconds are over; at least once.
+        """Run steps until num_tokens more are committed or max_seconds are over, at least one step.
 
         Args:
-            first: plans a step before the window, whose tokens are among num_tokens but not in the
-                sample.
+            first: planner for one step before the window, whose tokens are among num_tokens but not
+                in the sample.
         """
         wanted = self._num_tokens + num_tokens
         if first is not None:
@@ -231,7 +230,7 @@ class Round:
     """The results of each engine for the same requests.
 
     Attributes:
-        group: what they are counted under.
+        group: group of the requests, such as a task.
     """
 
     group: str
@@ -239,7 +238,7 @@ class Round:
     answers: Mapping[str, list[Sequence]]
 
     def speed_up(self, name: str, plain: str) -> float:
-        """Return how many times as fast as the plain one an engine was, prompts included."""
+        """Return an engine's speed divided by the plain engine's, prompts included."""
         return self.samples[name].tokens_per_second / self.samples[plain].tokens_per_second
 
 
@@ -247,9 +246,8 @@ class Timing:
     """Engines that answer in turns.
 
     Args:
-        engines: by name, idle.
-        seed: seed of the order that is drawn for each round; None: the order is turned around from
-            round to round.
+        engines: idle engines by name.
+        seed: seed of the random order in each round; None reverses the order from round to round.
     """
 
     def __init__(self, engines: Mapping[str, Engine], seed: int | None = None):
@@ -285,7 +283,7 @@ class Timing:
 
 
 def limited(sequence: Sequence, max_tokens: int) -> Sequence:
-    """Return the new sequence with fewer tokens to make, for a warm-up."""
+    """Return a new sequence with a lower limit of tokens, for a warm-up."""
     sequence.sampling = replace(sequence.sampling, max_tokens=max_tokens)
     return sequence
 

@@ -1,1 +1,1 @@
-"""GGUF files: their blocks, configs and tokenizers, under transformers' names of tensors and keys."""
+"""Read GGUF files: weights, configs and tokenizers, under transformers' names."""

@@ -1,12 +1,12 @@
-"""The architectures of GGUF files: which keys and tensors their files have, by transformers' names.
+"""One record per GGUF architecture: its keys and tensors, with their names in transformers.
 
     record = ARCHITECTURES["gemma3"]          # by general.architecture
     record.layer_tensors["ffn_norm.weight"]   # "pre_feedforward_layernorm.weight"
     OF_MODEL_TYPE["gemma3_text"] is record    # by the model_type of a config.json
 
-An architecture is one record. What all have in common (sizes, heads, the rotary base) is read by
-`gguf_target`; a record's `config` adds what its family has besides. A key of the file that neither
-reads, and that UNUSED_KEYS does not list, is refused by its name.
+Keys that all architectures share (sizes, heads, the rotary base) are read by `gguf_target`; a
+record's `config` adds its family's own. A key of the file that neither reads, and that UNUSED_KEYS
+does not list, is refused by name.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ NOTHING = (None, 0, False, "none")  # values of a key that say that it has no ef
 
 
 class MetadataKeys:
-    """The keys of an architecture in a file's metadata. Each one that is asked for counts as read.
+    """The keys of an architecture in a file's metadata. It records which keys have been read.
 
     Args:
-        architecture: what the names of its keys begin with.
+        architecture: name of the architecture, the prefix of its keys.
     """
 
     def __init__(self, metadata: Mapping[str, Any], architecture: str):
@@ -54,19 +54,19 @@ class MetadataKeys:
         self.read: set[str] = set(UNUSED_KEYS)
 
     def require(self, key: str) -> Any:
-        """Return a value. Raises KeyError with the whole key."""
+        """Return the value of a key. Raises KeyError with the full key if it is missing."""
         if key not in self.values:
             raise KeyError(f"{self.architecture}.{key}")
         return self.get(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return a value or the default. An fp32 number is returned as its shortest decimal."""
+        """Return the value of a key, or the default. An fp32 number is returned as its shortest decimal."""
         self.read.add(key)
         value = self.values.get(key, default)
         return shortest(value) if isinstance(value, float) else value
 
     def unread(self) -> list[str]:
-        """Return the whole names of keys that were not asked for and have a value that counts."""
+        """Return the full names of keys that were not read although their value has an effect."""
         names = sorted(self.values.keys() - self.read)
         return [f"{self.architecture}.{key}" for key in names if self.values[key] not in NOTHING]
 
@@ -80,19 +80,21 @@ def _nothing_else(keys: MetadataKeys, file: GGUFFile, config: dict[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How the files of one architecture are read.
+    """How files of one architecture are read.
 
     Attributes:
-        model_types: model_type of configs that they serve; the first is that of the file's own.
-        class_name: transformers' class of a causal LM.
-        layer_tensors: names of a layer's tensors in transformers, by those in the file. Several of
-            the file may be one of transformers, which `joins` makes of them.
-        biases: those of layers whose config has attention_bias, as layer_tensors.
-        joins: what makes a tensor of those of the file, by its name below the layer.
-        constants: what the config has besides, whatever the file says.
-        config: adds what the config has besides, of the file's keys and of the config so far.
-        adjacent_pairs: whether q_proj and k_proj have the rows of a rotary pair side by side.
-        norm_offset: what is added to the weights of norms.
+        model_types: values of model_type in configs of such targets; a file's own config gets the
+            first.
+        class_name: name of transformers' class of the causal LM.
+        layer_tensors: names of a layer's tensors in transformers, by their names in the file.
+            Several tensors of the file may form one of transformers; then `joins` combines them.
+        biases: names of bias tensors, likewise, of layers whose config has attention_bias.
+        joins: functions that combine tensors of the file, by the name below the layer.
+        constants: further config entries that do not depend on the file.
+        config: function that adds further config entries, from the file's keys and the config so
+            far.
+        adjacent_pairs: whether the rows of a rotary pair are adjacent in q_proj and k_proj.
+        norm_offset: constant that the file adds to norm weights.
         partial_rotary: whether rope.dimension_count may be less than the head's size.
         extra_tensors: further tensors that `config` reads.
     """
@@ -163,29 +165,29 @@ EXPERT_BIASES = {
 
 
 def interleaved(gate: Array, up: Array) -> Array:
-    """Return gate and up of experts with a row of each in turn, inputs first: [E, H, 2 I] of [E, I, H]."""
+    """Interleave the rows of gate and up of all experts, with inputs first: [E, H, 2 I] from two [E, I, H]."""
     experts, rows, columns = gate.shape
     return np.stack([gate, up], 2).reshape(experts, 2 * rows, columns).swapaxes(1, 2)
 
 
 def interleaved_biases(gate: Array, up: Array) -> Array:
-    """Return [E, 2 I] of [E, I]: an entry of each in turn."""
+    """Interleave the entries of gate and up biases: [E, 2 I] from two [E, I]."""
     return np.stack([gate, up], 2).reshape(len(gate), -1)
 
 
 def inputs_first(weight: Array) -> Array:
-    """Return [E, I, O] of [E, O, I]."""
+    """Transpose all experts: [E, I, O] from [E, O, I]."""
     return weight.swapaxes(1, 2)
 
 
 def one_after_the_other(gate: Array, up: Array) -> Array:
-    """Return [E, 2 I, H] of [E, I, H]: the gate's rows, then those of up."""
+    """Concatenate the rows of gate and up of all experts: [E, 2 I, H] from two [E, I, H]."""
     return np.concatenate([gate, up], 1)
 
 
 # ----------------------------------------------------------------------------------- config
 def scaled_rope(keys: MetadataKeys, theta: float) -> dict[str, Any]:
-    """Return the rotary parameters of a file that scales all layers alike. Raises GGUFError for other kinds."""
+    """Return the rotary parameters of a file with one scaling for all layers. Raises GGUFError for other kinds."""
     kind = keys.get("rope.scaling.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
@@ -220,9 +222,9 @@ def _yarn(keys: MetadataKeys, theta: float) -> dict[str, Any]:
 
 
 def layer_types(keys: MetadataKeys, num_layers: int, pattern: int) -> list[str]:
-    """Return the kind of each layer: of every `pattern` layers, the last one sees all tokens.
+    """Return the kind of each layer: in every `pattern` layers, the last one has full attention.
 
-    The file may say which do, by a number or layer by layer.
+    The file may override this, by a number or layer by layer.
     """
     stored = keys.get("attention.sliding_window_pattern", pattern)
     if isinstance(stored, list):

@@ -56,7 +56,7 @@ Groups = tuple[Array, Array, Array]  # codes, and the scale and offset of each g
 
 
 class GGUFError(EngineError):
-    """A file that is not GGUF, is cut off, or holds a target that is not read."""
+    """Raised for a file that is not GGUF, is cut off, or holds an unsupported target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ class BlockType:
 
 
 def read_blocks(tensor: ReaderTensor) -> BlockValues:
-    """Return a quantised matrix. Raises GGUFError if its type is not read or its blocks are broken."""
+    """Read a quantised matrix as codes, scales and offsets. Raises GGUFError if its type is
+    unsupported or its blocks are broken."""
     data = tensor.data
     kind = tensor.tensor_type
     if kind.name not in READERS:

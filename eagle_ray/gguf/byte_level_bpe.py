@@ -1,8 +1,9 @@
-"""Write the byte-level BPE tokenizer of a GGUF file (tokenizer.ggml.model is gpt2) as tokenizer.json has it.
+"""Convert the byte-level BPE tokenizer of a GGUF file (tokenizer.ggml.model is gpt2) to tokenizer.json.
 
     byte_level_json(file.metadata)        # {"model": {"type": "BPE", ...}, "pre_tokenizer": ..., ...}
 
-SCHEMES holds the ways to split text that tests compare with tokenizers which transformers builds.
+SCHEMES has the supported ways to split text; tests compare each with a tokenizer that transformers
+builds.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from eagle_ray.gguf.token_roles import OWN_TOKENIZER, added_tokens, post_process
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Settings of a byte-level tokenizer besides its vocabulary and merges.
+    """Settings of a byte-level tokenizer other than its vocabulary and merges.
 
     Attributes:
-        pre_tokenizers: what splits text into words before merges, as tokenizer.json writes it.
-        normalizer: what text becomes before that.
-        ignore_merges: whether a word that is a token stays whole, although merges may not lead to
+        pre_tokenizers: pre-tokenizers that split text into words, as in tokenizer.json.
+        normalizer: normalizer that runs before them, or None.
+        ignore_merges: whether a word that is a token stays whole even if merges would not produce
             it.
-        adds_bos: whether an encoded text begins with the BOS token if the file does not say it.
+        adds_bos: whether an encoded text begins with the BOS token if the file does not specify it.
     """
 
     pre_tokenizers: list[dict[str, Any]]

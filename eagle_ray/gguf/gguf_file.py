@@ -20,12 +20,11 @@ from eagle_ray.gguf.blocks import DENSE, BlockValues, GGUFError, read_blocks
 
 
 class GGUFFile:
-    """An open file. Use `open` to build it.
+    """An open GGUF file. Built by `open`.
 
     Attributes:
         metadata: values by key: numbers, strings, booleans and lists of them.
-        tensors: by name; `data` holds a tensor's blocks as they lie in the file, mapped into
-            memory.
+        tensors: tensors by name; `data` has a tensor's blocks as stored, mapped into memory.
     """
 
     def __init__(self, metadata: dict[str, Any], tensors: dict[str, ReaderTensor]):
@@ -34,7 +33,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the header of a file. Raises GGUFError, OSError."""
+        """Open a file and read its header. Raises GGUFError, OSError."""
         try:
             reader = _BoundedReader(path)
             metadata = {
@@ -57,11 +56,12 @@ class GGUFFile:
             raise GGUFError(f"tensor {name} cannot be read: {error}") from error
 
     def is_dense(self, name: str) -> bool:
-        """Return whether a tensor holds floating-point numbers and no blocks. Raises KeyError."""
+        """Return whether a tensor is stored as floating-point numbers, not as quantised blocks. Raises KeyError."""
         return self.tensors[name].tensor_type.name in DENSE
 
     def blocks(self, name: str) -> BlockValues:
-        """Return a quantised matrix without dequantising it. Raises KeyError, GGUFError if it is of another type."""
+        """Return a quantised matrix without dequantising it. Raises KeyError, or GGUFError if its
+        type is not supported."""
         return read_blocks(self.tensors[name])
 
 

@@ -5,8 +5,8 @@
     tensor_names(config)                      # [("blk.0.attn_q.weight", "model.layers.0.self_attn.q_proj.weight"), ...]
     write_checkpoint(file, directory)         # config.json, model.safetensors, tokenizer.json, ...
 
-What an architecture's files have is its record in `architectures`. Here stand the order of rows and
-what all architectures share.
+`architectures` has one record per architecture. This module has the order of rows, and all that
+architectures share.
 
 Weights are stored in fp16 and config.json names bf16 as the dtype to run in. Q4_1 and Q8_0 values
 are products and sums of fp16 numbers: fp16, with 11 significant bits, keeps them eight times as
@@ -69,8 +69,9 @@ LLAMA3_ROPES: list[dict[str, Any]] = [  # Llama 3.1 and 3.3, then Llama 3.2
 
 
 def write_checkpoint(file: GGUFFile, directory: Path) -> None:
-    """Write the target's files into an existing directory, with dequantised weights. Raises
-    GGUFError if the file holds no target that can be converted.
+    """Write the target's files into an existing directory, with dequantised weights.
+
+    Raises GGUFError if the file holds no target that can be converted.
     """
     write_metadata(file, directory)
     weights_path = directory / "model.safetensors"
@@ -104,8 +105,10 @@ def write_metadata(file: GGUFFile, directory: Path) -> None:
 
 
 def target_config(file: GGUFFile) -> dict[str, Any]:
-    """Return the content of config.json. Raises GGUFError if a key is missing, or the model is of
-    another family or computes something else.
+    """Return the content of config.json for the file's target.
+
+    Raises GGUFError if a key is missing, or if the model's family or one of its settings is not
+    supported.
     """
     architecture = file.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -191,7 +194,7 @@ def llama3_factors(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> np.ndarray:
-    """Return what Llama 3 divides each rotary frequency by: 1 for short wavelengths, `factor` for long ones."""
+    """Return the divisor of each rotary frequency in Llama 3: 1 for short wavelengths, `factor` for long ones."""
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     turns = original_max_position_embeddings * frequencies / (2 * np.pi)
     smooth = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
@@ -199,10 +202,10 @@ def llama3_factors(
 
 
 def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Check that the file has the tensors of this config and no others. Raises GGUFError naming one.
+    """Raise GGUFError, naming a tensor, unless the file has exactly the tensors of this config.
 
     Args:
-        config: the content of config.json.
+        config: content of config.json.
     """
     kind, architecture = config["model_type"], file.metadata.get("general.architecture")
     if kind not in OF_MODEL_TYPE:
@@ -235,10 +238,11 @@ def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
 def tensor_names(config: dict[str, Any]) -> list[tuple[str, str]]:
     """Return pairs of a tensor's name in the file and in transformers.
 
-    Several of the file may be one in transformers: the gate and up projections of experts.
+    Several tensors of the file may form one of transformers: the gate and up projections of
+    experts.
 
     Args:
-        config: the content of config.json, with a model_type of OF_MODEL_TYPE.
+        config: content of config.json, with a model_type of OF_MODEL_TYPE.
     """
     record = OF_MODEL_TYPE[config["model_type"]]
     names = list(TOP_NAMES.items())
@@ -253,10 +257,10 @@ def tensor_names(config: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def sources_of(config: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the file's tensor name for each of transformers' names.
+    """Return, for each of transformers' names, the names of the file's tensors that form it.
 
     Args:
-        config: as in `tensor_names`.
+        config: content of config.json, as in `tensor_names`.
     """
     sources: dict[str, list[str]] = {}
     for source, name in tensor_names(config):
@@ -267,12 +271,12 @@ def sources_of(config: dict[str, Any]) -> dict[str, list[str]]:
 def stored_tensor(
     file: GGUFFile, name: str, sources: Sequence[str], config: dict[str, Any]
 ) -> np.ndarray:
-    """Return a tensor of transformers in fp32, dequantised if it is quantised. Raises KeyError, GGUFError.
+    """Return a tensor by transformers' name, dequantised to fp32. Raises KeyError, GGUFError.
 
     Args:
-        name: transformers' name.
-        sources: names in the file of what makes it.
-        config: as of `tensor_names`.
+        name: name in transformers.
+        sources: names of the file's tensors that form it.
+        config: content of config.json, as in `tensor_names`.
     """
     record = OF_MODEL_TYPE[config["model_type"]]
     parts = [file.tensor(source) for source in sources]
@@ -298,10 +302,10 @@ def target_weights(file: GGUFFile, config: dict[str, Any]) -> dict[str, np.ndarr
 
 
 def row_order(source: str, num_rows: int, config: dict[str, Any]) -> np.ndarray | None:
-    """Return the file's row for each row of transformers; None if they are in one order. Raises GGUFError.
+    """Return the file's row for each row of transformers; None if the orders are equal. Raises GGUFError.
 
     Args:
-        source: the name of a weight in the file.
+        source: name of a weight in the file.
     """
     heads = {"attn_q.weight": "num_attention_heads", "attn_k.weight": "num_key_value_heads"}
     key = heads.get(source.rpartition("blk.")[2].partition(".")[2])

@@ -1,10 +1,10 @@
-"""Write the SentencePiece tokenizer of a GGUF file (tokenizer.ggml.model is llama) as tokenizer.json has it.
+"""Convert the SentencePiece tokenizer of a GGUF file (tokenizer.ggml.model is llama) to tokenizer.json.
 
     sentencepiece_json(file.metadata)     # {"model": {"type": "BPE", "byte_fallback": true, ...}, ...}
 
-A file has no merges. SentencePiece joins the two neighbours whose piece has the best score, so that
-every way to cut a piece in two is a merge, the best pieces first. Of Gemma the order of the ids
-counts in place of scores, as in transformers: converters write -1000 for its runs of spaces.
+The file has no merges. SentencePiece joins the two neighbours whose piece has the best score, so
+every way to cut a piece in two is a merge, the best pieces first. For Gemma the order of the ids
+replaces scores, as in transformers: converters write -1000 for its runs of spaces.
 
 Other models put a space before a text, and after each special token in it. So do llama.cpp and the
 tokenizer.json of Llama 2, Mistral 7B and Phi-3.
@@ -73,10 +73,10 @@ def sentencepiece_json(metadata: dict[str, Any]) -> dict[str, Any]:
 def merges_of(tokens: list[str], ranks: list[int]) -> list[list[str]]:
     """Return all pairs of pieces that merge into a piece, those of the best pieces first.
 
-    Of one piece, those with the longest first part come last, as transformers sorts them.
+    Among the merges of one piece, those with the longest first part come last, as in transformers.
 
     Args:
-        ranks: rank of each token; the best piece has the least.
+        ranks: rank of each token; the best piece has the lowest.
     """
     ids = {token: id for id, token in enumerate(tokens)}
     pairs = []

@@ -55,9 +55,9 @@ def special_ids(metadata: dict[str, Any]) -> list[int]:
 
 
 def end_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the tokens that end an answer: the EOS, the others that keys name, and those of END_TEXTS.
+    """Return the tokens that end an answer: the EOS, further ones that metadata keys name, and those with END_TEXTS.
 
-    Files of models without a turn of their own, and old ones of Llama 3, name none but the EOS.
+    Files of models without an end-of-turn token, and old files of Llama 3, name only the EOS.
     Raises KeyError.
     """
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -71,7 +71,7 @@ def end_ids(metadata: dict[str, Any]) -> list[int]:
 
 
 def token_types(metadata: dict[str, Any]) -> list[int]:
-    """Return the type of each token. Those of END_TEXTS become special, as some files mark them ordinary."""
+    """Return the type of each token. Tokens with END_TEXTS become special, since some files mark them as ordinary."""
     pairs = zip(
         metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True
     )
@@ -80,7 +80,7 @@ def token_types(metadata: dict[str, Any]) -> list[int]:
 
 
 def added_tokens(metadata: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that stand for themselves in a text, special or not."""
+    """Return the tokens that are never split in a text, special or not."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     special = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
     tokens = zip(metadata["tokenizer.ggml.tokens"], token_types(metadata), strict=True)
@@ -95,7 +95,7 @@ def post_processor(metadata: dict[str, Any], adds_bos: bool) -> dict[str, Any] |
     """Return the post-processor that puts the BOS token before a text, or None.
 
     Args:
-        adds_bos: whether it does so if the file does not say it.
+        adds_bos: whether to add it if the file does not specify it.
     """
     if not metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         return None

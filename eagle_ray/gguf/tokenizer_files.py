@@ -24,7 +24,7 @@ SPECIAL_TOKEN_KEYS = {
 
 
 def tokenizer_json(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of tokenizer.json. Raises GGUFError if the tokenizer is of no known kind, KeyError."""
+    """Return the content of tokenizer.json. Raises GGUFError if the kind of tokenizer is not supported, KeyError."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in TOKENIZER_KINDS:
         raise GGUFError(

@@ -1,1 +1,1 @@
-"""The KV cache in blocks: block manager, prefix cache and the cache itself."""
+"""The paged KV cache: block manager, prefix cache and the cache itself."""

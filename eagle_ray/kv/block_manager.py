@@ -1,4 +1,4 @@
-"""BlockManager: which block of the KV pool holds which positions of which slot.
+"""BlockManager: allocate blocks of the KV pool to the positions of slots, with a prefix cache.
 
 Position p of a slot is in block block_table[slot, p // size], at offset p % size. Blocks are
 allocated as sequences grow. Full blocks of a prompt enter the prefix cache: a later slot that
@@ -8,8 +8,8 @@ no slot writes to a block that another reads.
     slot 0   [ 7 | 2 | 5 | null ...]      blocks 7 and 2 hold a prompt that slot 1 starts with too
     slot 1   [ 7 | 2 | 9 | null ...]
 
-One block manager serves all caches of an engine: a block number means the same positions in each of
-them.
+One block manager serves all caches of an engine, target's and drafters': a block number stands for
+equal positions in each of them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class BlockManager:
 
     Args:
         capacity: maximum positions of a slot.
-        num_blocks: None is enough for every slot to be full.
+        num_blocks: number of blocks in the pool; None is enough for every slot to be full.
 
     Attributes:
-        null_slot: an extra slot that never holds anything, for the sequences that pad a batch.
-        null_position: a position that always maps to the null block.
+        null_slot: extra slot that is always empty, for sequences that pad a batch.
+        null_position: position that always maps to the null block.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class BlockManager:
 
     @property
     def block_table(self) -> Int[Tensor, "S1 W"]:
-        """Return the block of each position range of each slot, on the device, always in the same memory."""
+        """Return the block numbers of each slot as a tensor on the device, always in one memory."""
         self.sync_table()
         return self._table
 
     def sync_table(self) -> None:
-        """Copy the changed entries to the device. Call it before a captured pass, which cannot do so itself."""
+        """Copy changed entries of the block table to the device. Call it before a captured pass,
+        which cannot do so itself."""
         if not self._changed:
             return
         indices: list[np.ndarray] = []
@@ -97,14 +98,14 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Return the number of blocks that can be allocated: free ones, and cached ones without a slot."""
+        """Return the number of blocks that can be allocated: free ones, and cached ones that no slot uses."""
         return len(self.free_blocks) + self._prefixes.num_evictable
 
     def blocks_for(self, num_positions: int) -> int:
         return -(-num_positions // self.size)
 
     def block(self, slot: int, index: int) -> int:
-        """Return the block of the slot's positions from index * size on, which must be reserved."""
+        """Return the number of the slot's `index`-th block, which must be reserved."""
         return self._slot_blocks[slot][index]
 
     def contiguous_start(self, slot: int, width: int) -> int | None:
@@ -116,11 +117,12 @@ class BlockManager:
         return first if slot_blocks == list(range(first, first + width)) else None
 
     def blocks_needed(self, slot: int, num_positions: int) -> int:
-        """Return how many blocks the slot lacks to hold `num_positions` positions."""
+        """Return how many more blocks the slot needs to hold `num_positions` positions."""
         return max(self.blocks_for(num_positions) - len(self._slot_blocks[slot]), 0)
 
     def reserve(self, slot: int, num_positions: int) -> bool:
-        """Reserve the slot's first positions. Return False, and change nothing, if blocks do not suffice."""
+        """Reserve blocks for the slot's first positions. Return False, and change nothing, if there
+        are not enough blocks."""
         missing = self.blocks_needed(slot, num_positions)
         if missing > self.num_available:
             return False
@@ -128,13 +130,14 @@ class BlockManager:
         return True
 
     def num_missing(self, slots: ArrayLike, num_positions: ArrayLike) -> Int[np.ndarray, " B"]:
-        """Return how many blocks slots[i] lacks to hold num_positions[i] positions."""
+        """Return how many more blocks all slots[i] together need to hold num_positions[i] positions each."""
         wanted = -(-np.asarray(num_positions, np.int64) // self.size)
         return np.maximum(wanted - self._num_slot_blocks[np.asarray(slots, np.int64)], 0)
 
     def reserve_each(self, slots: ArrayLike, num_positions: ArrayLike) -> bool:
-        """Reserve the first num_positions[i] positions of slots[i]. Return False, and change
-        nothing, if blocks do not suffice.
+        """Reserve blocks for the first num_positions[i] positions of each slots[i].
+
+        Return False, and change nothing, if there are not enough blocks.
         """
         slots = np.asarray(slots, np.int64)
         missing = self.num_missing(slots, num_positions)
@@ -164,7 +167,7 @@ class BlockManager:
         self._num_slot_blocks[slot] = keep
 
     def free(self, slot: int) -> None:
-        """Release all blocks of a slot. Cached ones stay until their space is needed."""
+        """Release all blocks of a slot. Cached blocks stay in the prefix cache until their space is needed."""
         self.trim(slot, 0)
 
     def attach_prefix(self, slot: int, tokens: list[int]) -> int:
@@ -180,16 +183,17 @@ class BlockManager:
         return len(blocks) * self.size
 
     def cache_full_blocks(self, slot: int, tokens: list[int]) -> None:
-        """Add the slot's full blocks to the prefix cache. They hold these tokens, or will before they are read."""
+        """Add the slot's full blocks to the prefix cache under these tokens, which they hold or
+        will hold before they are read."""
         self._prefixes.add(tokens, self._slot_blocks[slot], self.size)
 
     def reset_prefix_cache(self) -> None:
-        """Evict all cached blocks that no slot holds."""
+        """Evict all cached blocks that no slot uses."""
         while self._prefixes.num_evictable:
             heapq.heappush(self.free_blocks, self._prefixes.evict())
 
     def check_integrity(self) -> None:
-        """Assert that every block is free, cached or held as often as it is referenced, and that the tables agree."""
+        """Assert that every block is free, cached or in use as often as it is referenced, and that the tables agree."""
         counts = [0] * self.num_blocks
         for slot, slot_blocks in enumerate(self._slot_blocks):
             assert len(set(slot_blocks)) == len(slot_blocks) == self._num_slot_blocks[slot], (

@@ -1,12 +1,12 @@
-"""KVCache: the keys and values of one model, in the blocks that a BlockManager gives to slots.
+"""KVCache: the keys and values of one model, in the blocks that a BlockManager allocates to slots.
 
 A pass writes the rows of draft trees past a slot's committed tokens, and `commit` moves the
 accepted path. What is not committed is overwritten by the next pass, so a rejected tree leaves no
 trace.
 
 A cache may store numbers in a smaller dtype than the rows', bf16 or FP8: they are rounded when they
-are written, and read in the rows' dtype. FP8 has no scale here: keys and values of language models
-lie far within its range.
+are written, and read in the rows' dtype. FP8 has no scale here, because keys and values of language
+models are far within its range.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KVCache:
     Args:
         dtype: dtype of the rows that are written and read.
         value_dim: head size of the values; None is head_dim.
-        stored: the dtype in memory; None is `dtype`.
+        stored: dtype in memory; None is `dtype`.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Return the positions of a slot, tree rows included."""
+        """Return the maximum positions of a slot, tree rows included."""
         return self.blocks.capacity
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether the cache stores rounded values."""
+        """Return whether the cache stores values in a smaller dtype than the rows'."""
         return self.keys.dtype is not self.dtype
 
     def layer(
@@ -82,13 +82,13 @@ class KVCache:
     ) -> tuple[
         Float[Tensor, "indices kv_heads head_dim"], Float[Tensor, "indices kv_heads value_dim"]
     ]:
-        """Return a layer's keys and values by index, as stored: views."""
+        """Return views of a layer's keys and values, by cache index and in the stored dtype."""
         return self._stored_of[layer]
 
     def gather(
         self, layer: int, slot_mapping: Int[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N kv_heads head_dim"], Float[Tensor, "N kv_heads value_dim"]]:
-        """Return the keys and values at these indices, copied."""
+        """Return copies of the keys and values at these indices."""
         flat_keys, flat_values = self._flat_of[layer]
         keys = flat_keys.index_select(0, slot_mapping)
         values = flat_values.index_select(0, slot_mapping)
@@ -97,7 +97,8 @@ class KVCache:
     def slot_mapping(
         self, slots: Int[Tensor, "..."], positions: Int[Tensor, "..."]
     ) -> Int[Tensor, "..."]:
-        """Return the slot mapping of (slot, position) pairs, broadcast: the index at which `write` stores each row."""
+        """Return the cache index of each (slot, position) pair, at which `write` stores a row. The
+        arguments are broadcast."""
         size = self.blocks.size
         index = torch.div(positions, size, rounding_mode="floor")
         block = self.blocks.block_table[slots, index]
@@ -116,7 +117,7 @@ class KVCache:
         flat_values.index_copy_(0, slot_mapping, self._rounded(values.transpose(0, 1)))
 
     def num_positions(self, batch: DecodeSlots, more: int) -> int:
-        """Return the positions that a read of all sequences has: the longest length plus `more`."""
+        """Return how many positions a padded read of all sequences covers: the longest length plus `more`."""
         return min(batch.max_length + more, self.blocks.null_position)
 
     def block_index(self, batch: DecodeSlots, more: int) -> slice | Int[Tensor, "B W"]:
@@ -141,7 +142,7 @@ class KVCache:
     def read(
         self, layer: int, where: slice | Int[Tensor, "B W"], num_positions: int
     ) -> tuple[Float[Tensor, "B kv_heads T head_dim"], Float[Tensor, "B kv_heads T value_dim"]]:
-        """Return the first num_positions positions of each sequence; past the reserved ones values are arbitrary."""
+        """Return the first num_positions positions of each sequence. Values at unreserved positions are arbitrary."""
         if isinstance(where, slice):
             flat_keys, flat_values = self._flat_of[layer]
             keys = flat_keys[None, where]
@@ -219,7 +220,7 @@ def _gather_blocks(
 
 
 def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros; on a CPU in pages that take memory only when written (torch.zeros writes them all)."""
+    """Return a zero tensor; on a CPU its pages take memory only when written, unlike those of torch.zeros."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
@@ -227,5 +228,6 @@ def mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def movable(numbers: Tensor) -> Tensor:
-    """Return a view whose numbers torch can move by index: bytes of FP8, for which it has no such operations."""
+    """Return a view whose numbers torch can move by index. FP8 is viewed as bytes, since torch
+    lacks such operations for it."""
     return numbers.view(torch.uint8) if numbers.dtype is FP8 else numbers

@@ -1,9 +1,9 @@
-"""PrefixCache: full blocks of prompts by the tokens that they hold, so that a later slot attaches them.
+"""PrefixCache: find full blocks of earlier prompts by their tokens, so that a new slot can reuse them.
 
     cache.add([5, 6, 7, 8], blocks=[3, 9], size=2)      # block 3 holds 5 6, block 9 holds 7 8 after 5 6
     cache.match([5, 6, 7, 9], size=2)                   # [3]
 
-The block manager, which calls it, counts the slots that hold a block.
+The block manager, which calls it, counts the slots that use a block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class PrefixCache:
-    """Full blocks by the tokens that they hold, with the unused ones in least-recently-used order: a trie.
+    """A trie of full blocks by their tokens, with the unused ones in least-recently-used order.
 
     A block's key is the block before it and its own token ids, so equal keys mean equal tokens from
-    the start: no block is found by a hash alone. A slot that holds a block holds those before it
-    and releases the last one first, so a block is always evicted before the one that it follows.
-    Idle blocks are held by no slot and may be evicted.
+    the start: no block is found by a hash alone. A slot that uses a block also uses those before it
+    and releases the last one first, so a block is always evicted before its predecessor. Idle
+    blocks are used by no slot and may be evicted.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class PrefixCache:
         return matched
 
     def add(self, tokens: list[int], blocks: list[int], size: int) -> None:
-        """Add the blocks that hold `tokens`, up to the first whose tokens another block holds already."""
+        """Add the blocks that hold `tokens`, up to the first whose tokens are already cached in another block."""
         before = _START
         for part, block in zip(split_blocks(tokens, size), blocks, strict=False):
             if self._block_of.setdefault((before, part), block) != block:
@@ -57,13 +57,13 @@ class PrefixCache:
             before = block
 
     def release(self, block: int) -> bool:
-        """Mark a block as idle. Return False if it is not cached, so that it is simply free."""
+        """Mark a block as idle. Return False if it is not cached, so that the caller can free it."""
         if block in self._key_of:
             self._idle[block] = None
         return block in self._key_of
 
     def acquire(self, block: int) -> None:
-        """Mark an idle block as held."""
+        """Mark an idle block as in use."""
         del self._idle[block]
 
     def evict(self) -> int:
@@ -89,6 +89,6 @@ class PrefixCache:
 
 
 def split_blocks(tokens: list[int], size: int) -> list[tuple[int, ...]]:
-    """Return the full blocks of `size` tokens."""
+    """Split tokens into full blocks of `size` tokens; the rest is left out."""
     ends = range(0, len(tokens) + 1, size)
     return [tuple(tokens[start:end]) for start, end in pairwise(ends)]

@@ -1,1 +1,1 @@
-"""Copies of a run's finished part files in a dataset of the Hugging Face hub, a Delta table or an Iceberg table."""
+"""Publish a run's finished part files to a Hugging Face dataset, a Delta table or an Iceberg table."""

@@ -28,7 +28,7 @@ ABOUT = (
 
 
 def dataset_card(output: StoragePath, publication: Publication) -> str:
-    """Return the card in Markdown, with the header that the hub reads."""
+    """Return the dataset card in Markdown, with the YAML header that the hub reads."""
     config = manifest_of(output)["config"]
     model = config["model"]
     summary = read_derived_record(output / SUMMARY, SummaryRecord) or {}

@@ -1,4 +1,4 @@
-"""A Delta table: one transaction for each publication, whose commit says which part files it holds.
+"""DeltaTable: publish to a Delta table, by one transaction per publication that also records the published part files.
 
 A publication that only adds files appends their rows. If published files have changed, all rows are
 written again in the same transaction. The transaction carries (run id, number) as the table's
@@ -28,11 +28,11 @@ INSTALL_DELTA = "pip install 'eagle-ray[delta]'"
 
 
 class DeltaTable:
-    """A table.
+    """A Delta table that a run is published to.
 
     Args:
-        name: as it was given.
-        place: its directory or address.
+        name: name as the user gave it.
+        place: directory or URL of the table.
     """
 
     def __init__(self, name: str, place: str):
@@ -51,11 +51,11 @@ class DeltaTable:
         return self._name
 
     def check(self) -> None:
-        """Raise ConfigError if something else is in its place."""
+        """Raise ConfigError if its directory holds something else."""
         self.record()
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record of the last publication. Raises ConfigError for a table that is not of a run."""
+        """Return the record of the last publication. Raises ConfigError if the table was not made by a run."""
         table = self._table()
         self._version = None if table is None else table.version()
         if table is None:
@@ -121,10 +121,10 @@ class DeltaTable:
 
 
 def foreign_words(operation: str) -> str:
-    """Return why a table in which another writer has changed rows is not published to.
+    """Return the reason for not publishing to a table in which another writer has changed rows.
 
     Args:
-        operation: the other writer's.
+        operation: name of the other writer's operation.
     """
     return (
         f"another writer has changed this table since the last publication ({operation}), so that it may lack rows or "

@@ -1,4 +1,4 @@
-"""The places that a run can be published to.
+"""Parse the name of a publishing destination.
 
 destination_of("hf://datasets/org/name")           # a dataset of the Hugging Face hub
 destination_of("delta:runs/answers")               # a Delta table, local or s3://
@@ -16,10 +16,10 @@ from eagle_ray.publishing.publication import Destination
 
 
 def destination_of(text: str, private: bool = True) -> Destination:
-    """Return the destination of this name. Raises ConfigError.
+    """Return the destination with this name. Raises ConfigError.
 
     Args:
-        private: whether a dataset of the hub that is made is private.
+        private: whether a newly created dataset of the hub is private.
     """
     try:
         check_destination(text)

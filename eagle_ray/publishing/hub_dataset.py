@@ -1,11 +1,11 @@
-"""A dataset of the Hugging Face hub: one commit for each publication, with its record and a card in it.
+"""HubDataset: publish to a dataset of the Hugging Face hub, by one commit per publication with a record and a card.
 
     OWNER/NAME/data/part-001-000000.parquet ...
     OWNER/NAME/_published.json
     OWNER/NAME/README.md
 
-Files are uploaded first, and belong to nothing until the commit names them. The commit names its
-parent, so it is refused (412) if another one came first.
+Files are uploaded first, and become visible with the commit. The commit names its parent, so the
+hub refuses it (412) if another commit came first.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOG_IN = "Log in with a token that may write there (hf auth login, or HF_TOKEN)"
 
 
 class HubDataset:
-    """A dataset, or a folder of one.
+    """A dataset of the hub, or a folder of one, that a run is published to.
 
     Args:
-        name: as it was given.
+        name: name as the user gave it.
         repo: OWNER/NAME.
-        folder: a path in it; "" is the whole of it.
-        private: whether a dataset that is made is private.
+        folder: path of the folder; "" is the whole dataset.
+        private: whether a newly created dataset is private.
     """
 
     def __init__(self, name: str, repo: str, folder: str, private: bool):

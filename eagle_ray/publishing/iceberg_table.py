@@ -1,11 +1,13 @@
-"""An Iceberg table: one transaction for each publication, which also sets the record of part files.
+"""IcebergTable: publish to an Iceberg table, by one transaction per publication that also records
+the published part files.
 
 A publication that only adds files appends their rows, a snapshot for each file. If published files
 have changed, all rows are written again in the same transaction. The record is a property of the
-table, and each snapshot says (run id, number) in its summary. A transaction names the snapshot that
-it follows, so it is refused if another one came first.
+table, and each snapshot says (run id, number) in its summary. A transaction names its parent
+snapshot, so it is refused if another one came first.
 
-The catalog is one of PyIceberg's configuration (``~/.pyiceberg.yaml`` or PYICEBERG_CATALOG__NAME__URI).
+The catalog is one of PyIceberg's configuration (``~/.pyiceberg.yaml`` or
+PYICEBERG_CATALOG__NAME__URI).
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ INSTALL = "pip install 'eagle-ray[iceberg]'"
 
 
 class IcebergTable:
-    """A table of a catalog.
+    """An Iceberg table that a run is published to.
 
     Args:
-        name: as it was given: iceberg:[CATALOG/]NAMESPACE.TABLE.
+        name: name as the user gave it: iceberg:[CATALOG/]NAMESPACE.TABLE.
     """
 
     def __init__(self, name: str):
@@ -61,11 +63,11 @@ class IcebergTable:
         return self._name
 
     def check(self) -> None:
-        """Raise ConfigError if something else is in its place."""
+        """Raise ConfigError if the catalog has something else under its name."""
         self.record()
 
     def record(self) -> dict[str, Any] | None:
-        """Return the record of the last publication. Raises ConfigError for a table that is not of a run."""
+        """Return the record of the last publication. Raises ConfigError if the table was not made by a run."""
         table = self._table()
         self._is_there, self._snapshot = table is not None, _snapshot_of(table)
         if table is None:

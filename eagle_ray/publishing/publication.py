@@ -1,8 +1,8 @@
-"""Publication: which part files of a run a destination holds, and what a commit to it changes.
+"""Publication: the part files of a run that a destination holds, and the changes of the next commit.
 
-The record of the files is in the same commit as the files. So a commit that was made is known, and
-one that was not made has left nothing: a publisher that is killed and started again publishes no
-file twice.
+One commit contains the files and the record of the files. So a publisher that is killed and started
+again publishes no file twice: a completed commit is on record, and an incomplete one has left
+nothing.
 
     there = Publication.of_json(destination.record())
     changes = there.changes_to(files)             # {"part-001-000003.parquet": PublishedFile(...)}, ...
@@ -21,7 +21,7 @@ PUBLICATION_RECORD = "_published.json"
 
 
 class LostRace(Exception):
-    """Another writer has committed since the destination was read: read it again."""
+    """Another writer has committed since the destination was read, so it must be read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class PublishedFile:
     """A part file as it was published.
 
     Attributes:
-        rows: rows of the file.
-        sha256: digest of its bytes, as hexadecimal text.
+        rows: number of rows of the file.
+        sha256: digest of the file's bytes, as hexadecimal text.
     """
 
     rows: int
@@ -42,10 +42,10 @@ class Publication:
     """The state of a destination that a run is published to.
 
     Attributes:
-        run_id: None if nothing was published yet.
-        number: commits so far.
-        files: by their names below ``data/``.
-        is_complete: whether these are all files of a run that is done.
+        run_id: id of the run; None if nothing was published yet.
+        number: number of commits so far.
+        files: published files, by their names below ``data/``.
+        is_complete: whether the run is done and these are all of its files.
     """
 
     run_id: str | None = None
@@ -80,8 +80,8 @@ class Commit:
     """A commit to a destination.
 
     Attributes:
-        before: what the destination holds.
-        after: what it holds then.
+        before: state of the destination before the commit.
+        after: state of the destination after the commit.
         files: all files of the run, by name.
         written: names of files that are new or have changed.
         removed: names of files that the run no longer has.
@@ -95,7 +95,7 @@ class Commit:
 
     @property
     def only_adds(self) -> bool:
-        """Return whether every published file stays as it is."""
+        """Return whether the commit only adds files and leaves published ones unchanged."""
         return not self.removed and not set(self.written) & self.before.files.keys()
 
     @property
@@ -107,23 +107,24 @@ class Commit:
 
 
 class Destination(Protocol):
-    """A place that files are published to."""
+    """Protocol of a destination that part files are published to."""
 
     @property
     def name(self) -> str:
-        """Return its name as it was given."""
+        """Return the name as the user gave it."""
 
     def check(self) -> None:
         """Raise ConfigError if it cannot be written by this user."""
 
     def record(self) -> dict[str, Any] | None:
-        """Return the publication on record, or None for an empty destination. Raises ConfigError for other data."""
+        """Return the recorded publication, or None for an empty destination. Raises ConfigError if
+        it holds other data."""
 
     def commit(self, commit: Commit, card: str) -> None:
-        """Publish the files and the record at once. Raises LostRace, PublishError.
+        """Publish files and record atomically. Raises LostRace, PublishError.
 
         Args:
-            card: a page in Markdown about the run.
+            card: dataset card in Markdown.
         """
 
 

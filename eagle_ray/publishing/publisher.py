@@ -3,10 +3,10 @@
     publisher = Publisher(StoragePath.of("runs/a"), destination_of("hf://datasets/org/name"))
     publisher.publish()        # Publication(run_id="5f0c2a91d3b7", number=3, ...)
 
-A part file is whole or absent, so any file that is there can be published, but for files that share
-an id with another one, as after a kill: those wait until the run has counted its rows and removed the
-duplicates. So each id is published once. Files that change later, as by --retry-errors, replace what
-was published of them.
+Part files are complete when they appear, so they can be published at once. Only files that share an
+id with another file, for example after a kill, wait until the run has counted its rows and removed
+the duplicates. So each id is published once. Files that change later, for example by
+--retry-errors, replace their published versions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Publisher:
     """Publishes one run to one destination. Digests of files are cached.
 
     Args:
-        output: the run's directory.
+        output: output directory of the run.
     """
 
     def __init__(self, output: StoragePath, destination: Destination):
@@ -171,10 +171,10 @@ def publish_all(output: StoragePath, config: PublishConfig) -> None:
 
 
 def check_place(config: PublishConfig, run_id: str | None) -> None:
-    """Raise ConfigError if the destination cannot be written by this user, or holds another run.
+    """Raise ConfigError if this user cannot write the destination, or if it holds another run.
 
     Args:
-        run_id: that of the run; None if it begins.
+        run_id: id of the run; None for a new run.
     """
     if config.to is None:
         return

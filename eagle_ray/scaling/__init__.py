@@ -1,1 +1,2 @@
-"""How many workers a run needs to be done in time: output lengths, work left, and policies. Pure, without a clock."""
+"""Decide how many workers a run needs to meet its deadline: output lengths, remaining work,
+policies. No clock, no I/O."""

@@ -1,7 +1,8 @@
-"""LengthCounts: how long outputs are, from rows that are done and from rows that engines still decode.
+"""LengthCounts: estimate the distribution of output lengths from finished rows and from rows that are still decoding.
 
-The first rows that end are short ones, so their mean is too small. A row in an engine is known to be
-longer than what it has so far, and counts as such (the Kaplan-Meier estimate of survival).
+The first rows to finish are short ones, so their mean is too small. A row that is still decoding is
+known to be longer than its present length, and counts as such (the Kaplan-Meier estimate of
+survival).
 
     >>> counts = LengthCounts()
     >>> counts.add_done([100, 100, 200, 400])
@@ -11,8 +12,8 @@ longer than what it has so far, and counts as such (the Kaplan-Meier estimate of
     >>> counts.curve(max_tokens=4096).mean > 400
     True
 
-Lengths are counted in bins whose ends grow by the fourth root of two, so that counts of workers add
-up and are small to send.
+Lengths are counted in bins whose ends grow by the fourth root of two, so that counts of several
+workers can be added and are small to send.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MIDDLES = np.concatenate([ENDS[:1], HALFWAY])
 
 
 def bin_of(lengths: np.ndarray) -> np.ndarray:
-    """Return the bin of each length."""
+    """Return the index of the bin that each length is in."""
     lengths = np.maximum(lengths, 1.0)
     doublings = np.log2(lengths)
     steps = doublings * BINS_PER_DOUBLING
@@ -62,9 +63,9 @@ class LengthCounts:
     """Rows of one class, counted by their lengths in tokens.
 
     Attributes:
-        done: rows that are done, by the bin of their length.
-        tokens: all tokens of those rows.
-        running: rows in engines, by the bin of the tokens that they have so far.
+        done: number of finished rows in each bin of lengths.
+        tokens: total tokens of the finished rows.
+        running: number of decoding rows in each bin of present lengths.
     """
 
     done: np.ndarray = field(default_factory=no_rows)
@@ -77,7 +78,7 @@ class LengthCounts:
 
     @property
     def tokens_so_far(self) -> float:
-        """Return the tokens of rows that are done and of rows in engines."""
+        """Return the total tokens of finished and decoding rows."""
         tokens_of_running = float(self.running @ MIDDLES)
         return self.tokens + tokens_of_running
 
@@ -91,17 +92,17 @@ class LengthCounts:
         self.tokens += float(sum(lengths))
 
     def plus(self, other: LengthCounts, weight: float = 1.0) -> LengthCounts:
-        """Return these rows and those of another one, each of which counts as `weight` rows."""
+        """Return the sum of these counts and another's, whose rows count as `weight` rows each."""
         done = self.done + weight * other.done
         tokens = self.tokens + weight * other.tokens
         running = self.running + weight * other.running
         return LengthCounts(done, tokens, running)
 
     def curve(self, max_tokens: float) -> LengthCurve:
-        """Return the distribution of lengths; every row has max_tokens if none is known.
+        """Return the estimated distribution of lengths; without any observation every row has max_tokens.
 
         Args:
-            max_tokens: no output is longer.
+            max_tokens: maximum tokens of an output.
         """
         # Rows at risk of ending in a bin: those that end there or later, those that have more by
         # now, and half of those that are in it.
@@ -149,10 +150,10 @@ class LengthCurve:
     """A distribution of lengths.
 
     Attributes:
-        lengths: values, of which some may be equal.
-        mass: their probabilities.
-        max_tokens: no length is longer.
-        unseen: probability of a length that no row had so far, which may be as long as max_tokens.
+        lengths: possible lengths, of which some may be equal.
+        mass: probability of each length.
+        max_tokens: maximum length.
+        unseen: probability of lengths beyond all observed ones, up to max_tokens.
     """
 
     lengths: np.ndarray
@@ -175,10 +176,10 @@ class LengthCurve:
         return float(squares @ self.mass)
 
     def tokens_left(self, running: np.ndarray) -> tuple[float, float]:
-        """Return the mean and the variance of the tokens that rows in engines are still to get, all together.
+        """Return mean and variance of the total tokens that decoding rows will still get.
 
         Args:
-            running: rows by the bin of the tokens that they have.
+            running: number of rows in each bin of present lengths.
         """
         mean = 0.0
         variance = 0.0
@@ -204,16 +205,16 @@ class LengthCurve:
 
     @property
     def mean_left(self) -> float:
-        """Return how many tokens a row in a slot is still to get in the mean, if slots have long been full."""
+        """Return the mean tokens that a decoding row will still get, in slots that have long been full."""
         # A slot holds a row in proportion to its length, and is on average halfway through it.
         mean = max(self.mean, 1e-9)
         return self._mean_square / (2 * mean)
 
     def longest_of(self, running: np.ndarray, share: float = 0.5) -> float:
-        """Return how many tokens the longest of these rows is still to get, at this quantile.
+        """Return a quantile of the tokens that the longest of these decoding rows will still get.
 
         Args:
-            running: rows by the bin of the tokens that they have.
+            running: number of rows in each bin of present lengths.
         """
         if not running.any():
             return 0.0
@@ -250,7 +251,7 @@ class LengthCurve:
         return float(lengths[0])
 
     def longest_row(self, num_rows: float, share: float = 0.5) -> float:
-        """Return the length of the longest of rows that wait, at this quantile; 0 without rows."""
+        """Return a quantile of the length of the longest of some waiting rows; 0 without rows."""
         if num_rows <= 0:
             return 0.0
         lengths, shorter = self._cumulative()
@@ -267,9 +268,10 @@ class LengthCurve:
         return self.lengths[order], np.cumsum(mass) * seen
 
     def longest_left(self, num_rows: float, share: float = 0.5) -> float:
-        """Return how many tokens the longest row is still to get, at this quantile, in slots that have long been full.
+        """Return a quantile of the tokens that the longest decoding row will still get, in slots
+        that have long been full.
 
-        A slot holds a long row for longer, so rows in slots are longer than rows are.
+        A long row occupies a slot for longer, so rows in slots are longer than rows on average.
         """
         lengths, shorter = self._cumulative()
         lengths = np.append(lengths, self.max_tokens)

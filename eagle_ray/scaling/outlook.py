@@ -1,4 +1,4 @@
-"""Outlook: what is foreseen of a run, from what its workers report each minute.
+"""Outlook: predict the remaining time of a run from its workers' reports.
 
 outlook = Outlook(max_tokens=4096)
 outlook.observe(Observation(now, tokens, worker_s, classes, slots=64))
@@ -26,15 +26,16 @@ from eagle_ray.scaling.work import (
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What is known of a run at a moment.
+    """The state of a run at one moment, from its workers' reports.
 
     Attributes:
-        now: seconds of any steady clock.
-        tokens: made by all workers so far, those of rows in engines and of rows that were lost included.
-        worker_s: seconds of all workers in which they could decode, times the share of slots that were
-            busy.
-        classes: rows by class.
-        slots: sequences that one worker decodes at a time.
+        now: time of the observation, in seconds of any steady clock.
+        tokens: tokens that all workers have generated so far, including those of decoding and lost
+            rows.
+        worker_s: seconds in which workers could decode, summed over workers and multiplied by the
+            share of busy slots.
+        classes: state of the rows of each class.
+        slots: number of sequences that one worker decodes at a time.
     """
 
     now: float
@@ -50,7 +51,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Seconds from now: expected, and those of LIKELY and SURE cases."""
+    """A predicted time in seconds from now: the expected value, and the values that hold in LIKELY and SURE cases."""
 
     expected: float
     likely: float
@@ -59,11 +60,12 @@ class Seconds:
 
 @dataclass(slots=True)
 class Outlook:
-    """What is foreseen.
+    """Prediction of the remaining work and time of a run.
 
     Attributes:
-        max_tokens: the longest output.
-        prior: a speed that was measured before the run, as by ``validate --estimate``; None for none.
+        max_tokens: maximum tokens of an output.
+        prior: speed that was measured before the run, for example by ``validate --estimate``; None
+            for none.
     """
 
     max_tokens: float
@@ -72,13 +74,13 @@ class Outlook:
     _latest: Observation | None = None
 
     def observe(self, observation: Observation) -> None:
-        """Note what is known now. Moments grow."""
+        """Add an observation, which must be later than the previous one."""
         self._latest = observation
         self._window.add(observation.now, observation.worker_s, observation.tokens)
 
     @property
     def speed(self) -> Speed | None:
-        """Return the speed of a worker in the last minutes; that of before while there is none."""
+        """Return the speed of a worker over the last minutes, or the prior until there is one."""
         return self._window.speed() or self.prior
 
     @property
@@ -89,7 +91,7 @@ class Outlook:
 
     @property
     def work(self) -> Amount | None:
-        """Return the seconds of one worker that are left, or None while the speed is not known."""
+        """Return the remaining work in seconds of one worker, or None while the speed is unknown."""
         speed = self.speed
         if speed is None or self._latest is None:
             return None
@@ -97,7 +99,7 @@ class Outlook:
 
     @property
     def done_share(self) -> float:
-        """Return the share of all tokens that are made."""
+        """Return the share of all expected tokens that are generated."""
         if self._latest is None:
             return 0.0
         made = all_classes(self._latest.classes).tokens_so_far
@@ -105,7 +107,7 @@ class Outlook:
         return made / total if total > 0 else 1.0
 
     def drain_s(self, share: float = LIKELY) -> float:
-        """Return the seconds until the rows that are in engines now are done, at this quantile."""
+        """Return a quantile of the seconds until the rows that are decoding now are done."""
         if self._latest is None or self.speed is None:
             return 0.0
         pooled = all_classes(self._latest.classes)
@@ -113,14 +115,14 @@ class Outlook:
         return longest * self._token_s(self.speed)
 
     def drain_work(self) -> Amount | None:
-        """Return the seconds of one worker that the rows in engines still need."""
+        """Return the work that decoding rows still need, in seconds of one worker."""
         if self._latest is None or self.speed is None:
             return None
         running = {name: ClassLeft(each.counts, 0.0) for name, each in self._latest.classes.items()}
         return work_left(tokens_left(running, self.max_tokens), self.speed)
 
     def tail_s(self, workers: float, share: float = 0.5) -> float:
-        """Return the seconds by which the last row's end is later than that of full slots, at this quantile."""
+        """Return a quantile of the seconds that the last rows need after slots can no longer be kept full."""
         latest, speed = self._latest, self.speed
         if latest is None or speed is None:
             return 0.0
@@ -137,7 +139,7 @@ class Outlook:
         return max(0.0, longest - mean) * self._token_s(speed)
 
     def seconds_left(self, workers: float) -> Seconds | None:
-        """Return when the run ends with this many workers from now on; None while that is not known."""
+        """Return the predicted seconds until the end with this many workers from now on; None while unknown."""
         work = self.work
         if work is None or workers <= 0:
             return None

@@ -1,4 +1,4 @@
-"""The work that a run has left, in tokens and in seconds of one worker, with its uncertainty.
+"""Estimate the remaining work of a run, in tokens and in seconds of one worker, with its uncertainty.
 
 tokens = tokens_left({"math": ClassLeft(counts, waiting=500)}, max_tokens=4096)
 work = work_left(tokens, speed)
@@ -35,7 +35,7 @@ class Amount:
     deviation: float
 
     def quantile(self, share: float) -> float:
-        """Return the quantile at `share`, of a log-normal distribution with this mean and deviation."""
+        """Return a quantile of a log-normal distribution with this mean and deviation."""
         if self.expected <= 0 or self.deviation <= 0:
             return max(self.expected, 0.0)
         variance = math.log1p((self.deviation / self.expected) ** 2)
@@ -43,11 +43,11 @@ class Amount:
         return self.expected * math.exp(NormalDist().inv_cdf(share) * spread - variance / 2)
 
     def times(self, factor: float, relative: float = 0.0) -> Amount:
-        """Return this estimate times a factor that is an estimate itself.
+        """Return this estimate multiplied by an uncertain factor.
 
         Args:
-            factor: the factor's mean.
-            relative: the factor's standard deviation, as a share of its mean.
+            factor: mean of the factor.
+            relative: standard deviation of the factor, as a share of its mean.
         """
         expected = self.expected * factor
         own = self.deviation * factor
@@ -59,8 +59,8 @@ class ClassLeft:
     """The state of the rows of one class, such as one category of prompts.
 
     Attributes:
-        counts: output lengths of the rows that are done, and lengths so far of those that run.
-        waiting: rows that have not begun.
+        counts: output lengths of finished rows, and present lengths of decoding ones.
+        waiting: number of rows that have not begun.
     """
 
     counts: LengthCounts
@@ -68,7 +68,7 @@ class ClassLeft:
 
 
 def all_classes(classes: Mapping[str, ClassLeft]) -> LengthCounts:
-    """Return the lengths of all classes together."""
+    """Return the length counts of all classes added up."""
     total = LengthCounts()
     for each in classes.values():
         total = total.plus(each.counts)
@@ -100,12 +100,12 @@ def tokens_left(classes: Mapping[str, ClassLeft], max_tokens: float) -> Amount:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The measured decode speed of a worker, and how far the speed in the rest of the run may be from it.
+    """The measured decode speed of a worker, with its uncertainty for the rest of the run.
 
     Attributes:
         tokens_per_s: tokens that one worker generates in a second.
-        relative: standard deviation of the speed to come, as a share of tokens_per_s. It has two
-            parts: the error of the measurement, and SPEED_DRIFT.
+        relative: standard deviation of the future speed, as a share of tokens_per_s. It combines
+            the error of the measurement and SPEED_DRIFT.
     """
 
     tokens_per_s: float

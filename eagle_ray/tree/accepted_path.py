@@ -1,4 +1,4 @@
-"""The accepted paths: which drafts of each tree are the tokens that the target sampled.
+"""Find the accepted path of each draft tree: the drafts that equal the tokens which the target sampled.
 
 The target samples a token at every node. From the root, the accepted path follows the child that
 has the sampled token. If no child has it, the sampled token is the bonus token. So every emitted
@@ -21,8 +21,8 @@ def accept_path(
     """Return the longest path of each tree on which every node has the token that the target sampled at its parent.
 
     Args:
-        picks: the token that the target sampled after each row.
-        max_depth: a bound on the depths, D1 - 1.
+        picks: token that the target sampled after each row.
+        max_depth: upper bound on the depths, D1 - 1.
     """
     if tree_ops.available(picks.device):
         nodes, num_accepted, tokens = tree_ops.walk_paths(
@@ -67,7 +67,7 @@ def accept_path_portably(
 def accepted_mask(
     tree: DraftTree, picks_at: Int[Tensor, "B N"], max_depth: int
 ) -> Bool[Tensor, "B N"]:
-    """Return the nodes of the accepted paths, roots included."""
+    """Return a mask of the nodes on the accepted paths, roots included."""
     # Nodes with the token that the target sampled at their parent.
     parents = tree.parents.clamp(min=0)
     picked_above = picks_at.gather(1, parents)

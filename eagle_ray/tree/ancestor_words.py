@@ -16,7 +16,7 @@ NODES_PER_WORD = 64  # node j is bit j % 64 of word j // 64 of a mask of ancesto
 
 
 def num_ancestor_words(num_nodes: int) -> int:
-    """Return the words of a node's mask."""
+    """Return the number of 64-bit words in a node's ancestor mask."""
     return -(-num_nodes // NODES_PER_WORD)
 
 
@@ -31,7 +31,7 @@ def diagonal_words(num_nodes: int, device: torch.device | str) -> Int[Tensor, "N
 
 
 def pack_ancestors(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
-    """Return masks as words, which a GPU's attention reads: nodes 0, 1 and 3 are 0b1011."""
+    """Pack boolean ancestor masks into words, which a GPU's attention reads: nodes 0, 1 and 3 become 0b1011."""
     num_nodes = seen.shape[-1]
     num_bits = num_ancestor_words(num_nodes) * NODES_PER_WORD
     padding = num_bits - num_nodes
@@ -43,7 +43,7 @@ def pack_ancestors(seen: Bool[Tensor, "*rows M"]) -> Int[Tensor, "*rows words"]:
 
 
 def unpack_ancestors(words: Int[Tensor, "*rows words"], num_nodes: int) -> Bool[Tensor, "*rows M"]:
-    """Return the bits of masks."""
+    """Unpack ancestor masks from words into booleans."""
     num_bits = min(num_nodes, NODES_PER_WORD)
     shifts = torch.arange(num_bits, device=words.device)
     bits = (words[..., None] >> shifts) & 1

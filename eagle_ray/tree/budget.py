@@ -30,7 +30,7 @@ class Budget:
         num_rows: rows of the pass, the B roots included.
         num_nodes: maximum rows of one sequence, its root included.
         max_depths: maximum depth in each sequence; None is no limit.
-        log_weights: added to the log values of each sequence's nodes; None is 0 for all.
+        log_weights: number added to the log values of each sequence's nodes; None is 0 for all.
     """
 
     num_rows: int
@@ -43,7 +43,8 @@ Policy = Callable[[DraftTree, Budget], Bool[Tensor, "B N"]]
 
 
 def uniform(tree: DraftTree, budget: Budget) -> Bool[Tensor, "B N"]:
-    """Keep the num_nodes best nodes of each tree, or all if it has fewer. budget.num_rows must allow that."""
+    """Keep the num_nodes best nodes of each tree, or all if it has fewer. budget.num_rows must be
+    large enough for that."""
     is_best = ranks(tree.log_values) < budget.num_nodes
     return is_best & tree.valid
 
@@ -117,15 +118,14 @@ def _steps(paths: list[tuple[int, ...]], width: int) -> Int[Tensor, "P1 W1"]:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The candidates of a whole batch, most valuable first, at most num_nodes - 1 of each tree.
+    """The draft nodes of a whole batch, most valuable first, at most num_nodes - 1 of each tree.
 
     Attributes:
         log_values: log values of the candidates in that order; -inf past the last.
-        owners: the tree of each candidate.
-        nodes: its index in that tree.
-        shape: (B, N) of the trees.
-        totals: drafts that the first 0, 1, ... candidates are expected to yield; None if they are
-            not summed yet.
+        owners: index of each candidate's tree.
+        nodes: index of each candidate in its tree.
+        shape: shape (B, N) of the trees.
+        totals: expected accepted drafts of the first 0, 1, ... candidates; None if not summed yet.
     """
 
     log_values: Float[Tensor, " C"]
@@ -136,7 +136,7 @@ class Candidates:
 
     @classmethod
     def of(cls, tree: DraftTree, budget: Budget) -> Candidates:
-        """Return the candidates of these trees within a budget, the roots left out."""
+        """Return the candidates of these trees within a budget, roots excluded."""
         device = tree.tokens.device
         if not tree_ops.available(device):
             return cls.of_portably(tree, budget)
@@ -174,7 +174,7 @@ class Candidates:
         return cls(best, owners, nodes, shape)
 
     def expected(self, sizes: list[int]) -> list[float]:
-        """Return the accepted drafts that the m best candidates are expected to yield, for each m. Syncs once."""
+        """Return the expected accepted drafts of the m best candidates, for each m. Syncs once."""
         if self.totals is not None:
             known = self.totals.tolist()
             return [known[size] for size in sizes]
@@ -188,7 +188,7 @@ class Candidates:
         return expected.tolist()
 
     def keep_and_count(self, num_rows: int) -> tuple[Bool[Tensor, "B N"], list[int]]:
-        """Return `keep` and the number of nodes that it keeps of each tree. Waits for the device."""
+        """Return the mask of `keep` and the number of kept nodes per tree. Waits for the device."""
         if tree_ops.available(self.nodes.device):
             num_candidates = num_rows - self.shape[0]
             return tree_ops.keep_candidates(
@@ -203,7 +203,7 @@ class Candidates:
         return keep, sizes.tolist()
 
     def keep(self, num_rows: int) -> Bool[Tensor, "B N"]:
-        """Keep the roots and the best num_rows - B candidates."""
+        """Return a mask of the nodes to verify: the roots and the best num_rows - B candidates."""
         batch, num_nodes = self.shape
         num_chosen = max(num_rows - batch, 0)
         owners = self.owners[:num_chosen]

@@ -34,10 +34,10 @@ class DraftTree:
         parents: index of the parent; -1 for the root and for padding.
         log_values: fp32, calibrated log-probability of the path from the root; 0 for the root, -inf
             for padding.
-        draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 and
-            -inf likewise.
-        valid: false for padding; true values are a prefix of each row, but for candidates that were
-            not reranked yet.
+        draft_log_probs: fp32, the drafter's own log-probability of the node given its parent; 0 for
+            the root, -inf for padding.
+        valid: false for padding. Valid nodes are a prefix of each row, except among candidates that
+            are not reranked yet.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -49,7 +49,7 @@ class DraftTree:
 
     @classmethod
     def of_roots(cls, roots: Int[Tensor, " B"]) -> DraftTree:
-        """Return trees of one root each: a step of plain decoding."""
+        """Return trees that have only a root: a step of plain decoding."""
         tokens = roots[:, None]
         zeros = torch.zeros_like(tokens)
         values = zeros.float()
@@ -71,8 +71,9 @@ class DraftTree:
         """Return the trees of the kept nodes, [B, num_nodes] (EAGLE-2, section 4.2).
 
         Args:
-            keep: must hold the root, and the ancestors of every node that it holds.
-            num_nodes: at least the number of kept nodes of each tree.
+            keep: true for kept nodes; it must include the root, and the ancestors of every kept
+                node.
+            num_nodes: size of the result, at least the number of kept nodes of each tree.
         """
         if self.num_nodes == 1:
             return self
@@ -90,7 +91,7 @@ class DraftTree:
         return self.select(in_order[:, :num_nodes])
 
     def spread(self, members: Int[Tensor, " M"], roots: Int[Tensor, " B"]) -> DraftTree:
-        """Return a batch of B trees: tree members[m] is tree m of these, every other tree is its root alone."""
+        """Spread these trees over a batch of B: tree m becomes tree members[m], all other trees are roots alone."""
         roots_alone = DraftTree.of_roots(roots)
         spread = []
         for own, alone, padding in zip(self.tensors, roots_alone.tensors, _PADDING, strict=True):
@@ -116,7 +117,7 @@ class DraftTree:
         )
 
     def sums(self) -> Int[Tensor, " B"]:
-        """Return a number for each tree that differs, most likely, where a token, a parent or a node's place does."""
+        """Return a checksum of each tree over its tokens and parents."""
         # An odd weight for each place, so that no two places can be exchanged.
         weights = torch.arange(1, 2 * self.num_nodes, 2, device=self.tokens.device)
         nodes = torch.add(self.parents, self.tokens, alpha=TOKEN_STEP)
@@ -128,9 +129,9 @@ class DraftTree:
         return DraftTree(*(tensor.to(device, non_blocking=True) for tensor in self.tensors))
 
     def best(self, num_nodes: int) -> Int[Tensor, "B M"]:
-        """Return the indices of the most valuable nodes of each tree, breadth-first; N, past them, for no node.
+        """Return the indices of the most valuable nodes of each tree, in breadth-first order; N stands for no node.
 
-        Values must not rise along a path, and parents come before their children.
+        Values must not rise along a path, and parents must come before their children.
         """
         count = self.num_nodes
         index = torch.arange(count, device=self.tokens.device)
@@ -148,10 +149,10 @@ class DraftTree:
         return torch.where(keys < last, keys % count, count)
 
     def select(self, nodes: Int[Tensor, "B M"]) -> DraftTree:
-        """Return the subtrees of the given nodes.
+        """Return the trees reduced to the given nodes.
 
         Args:
-            nodes: indices, parents before their children; N for no node.
+            nodes: indices of the nodes, parents before their children; N for no node.
         """
         batch, num_nodes = self.tokens.shape
         is_node = nodes < num_nodes
@@ -182,10 +183,10 @@ class DraftTree:
         )
 
     def ancestors(self, max_depth: int) -> Bool[Tensor, "B N N"]:
-        """Return a mask [b, i, j]: node j is node i or an ancestor of it.
+        """Return a mask [b, i, j] that is true if node j is node i or an ancestor of it.
 
         Args:
-            max_depth: a bound on the depths.
+            max_depth: upper bound on the depths.
         """
         if self.num_nodes == 1:
             return torch.ones(len(self.tokens), 1, 1, dtype=torch.bool, device=self.tokens.device)
@@ -229,15 +230,15 @@ class DraftTree:
     def pack(
         self, lengths: Int[Tensor, " B"], num_rows: int, sizes: list[int] | None = None
     ) -> VerifyRows:
-        """Lay the valid nodes out as the rows of one pass.
+        """Pack the valid nodes into the rows of one pass.
 
         If num_rows is B * N, row b * N + i is node i of tree b, and padding nodes are padding rows.
         Otherwise the trees follow one another and padding rows come last.
 
         Args:
             lengths: cached tokens of each sequence.
-            num_rows: at least the number of valid nodes.
-            sizes: valid nodes of each tree, if the host knows them.
+            num_rows: number of rows, at least the number of valid nodes.
+            sizes: number of valid nodes of each tree, if the host knows it.
         """
         if tree_ops.available(lengths.device):
             tokens, positions, seq, node, row_of = tree_ops.pack_rows(
@@ -300,11 +301,11 @@ class VerifyRows:
     """Trees packed into the R rows of one target pass.
 
     Attributes:
-        positions: the row's position in its sequence; the root's is the number of cached tokens.
-        seq: the row's sequence; -1 for padding rows.
-        node: the row's node in that sequence's tree.
-        row_of: the row of each node; any row for padding nodes.
-        sizes: nodes of each tree, if the host knows them.
+        positions: position of each row in its sequence; a root's is the number of cached tokens.
+        seq: sequence of each row; -1 for padding rows.
+        node: index of each row's node in its tree.
+        row_of: row of each node; arbitrary for padding nodes.
+        sizes: number of nodes of each tree, if the host knows it.
     """
 
     tokens: Int[Tensor, " R"]
@@ -330,11 +331,11 @@ class VerifyResult:
     """The accepted path of each tree. D1 is the longest possible draft path plus one.
 
     Attributes:
-        accepted_nodes: nodes of the path; the first is 0, the root; -1 is padding.
+        accepted_nodes: indices of the nodes on the path, beginning with the root, 0; -1 is padding.
         num_accepted: accepted drafts, root and bonus token excluded; -1 for a padding tree without
             root.
-        tokens: the accepted drafts, then the bonus token: the first num_accepted + 1 of each row
-            are valid.
+        tokens: accepted drafts, then the bonus token; the first num_accepted + 1 of each row are
+            valid.
     """
 
     accepted_nodes: Int[Tensor, "B D1"]

@@ -7,7 +7,7 @@
         builder.grow(log_probs, tokens)      # their children
     tree = builder.build()
 
-Which nodes those are is decided by value, or by a shape that was fixed before.
+The nodes of a frontier are chosen by value, or given by a static tree.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from eagle_ray.tree.static_tree import StaticTree
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """The F nodes of the last level that are worth children.
+    """The F nodes of the last level that get children next.
 
     Attributes:
-        parent_rows: each node's parent, as an index into the frontier before (0, the root, at level
-            1).
+        parent_rows: parent of each node, as an index into the previous frontier (0, the root, at
+            level 1).
         log_values: log values of their paths; -inf is padding, whose children are padding too.
     """
 
@@ -42,10 +42,10 @@ class Frontier:
 
 @runtime_checkable
 class PartialDraft(Protocol):
-    """Trees between two levels.
+    """Protocol of draft trees that are still growing, between two levels.
 
     Attributes:
-        depth: levels so far.
+        depth: number of levels so far.
         levels: log values of each level.
     """
 
@@ -60,16 +60,16 @@ class PartialDraft(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PriceRule:
-    """A draft ends before the first level that is expected to yield less than it costs. Both are in tokens.
+    """The rule that ends a draft before the first level that is expected to yield less than it costs, both in tokens.
 
-    A node is worth what it yields beyond the price of its row. Computed in fp64, node by node,
-    until the answer is clear, mostly after two or three nodes.
+    A node's gain is its expected yield minus the price of its row. Gains are summed in fp64, node
+    by node, until the answer is clear, mostly after two or three nodes.
 
     Attributes:
-        children: by depth and rank, the probability of the children of an expanded node, given that
-            node; deeper levels are like the last one.
-        accuracy: accepted drafts for each that the probabilities promise.
-        num_more: levels that are drafted beyond those that pay.
+        children: conditional probability of an expanded node's children, by depth and rank; deeper
+            levels resemble the last one.
+        accuracy: ratio of accepted drafts to those that the probabilities promise.
+        num_more: number of levels to draft beyond those that pay.
     """
 
     children: Sequence[Sequence[float]]
@@ -79,7 +79,7 @@ class PriceRule:
     num_more: int = 0
 
     def should_stop(self) -> Callable[[PartialDraft], bool]:
-        """Return a function for one draft, which is called before each level after the first."""
+        """Return a stop function for one draft, to be called before each level after the first."""
         num_unpaid = 0
 
         def stops(draft: PartialDraft) -> bool:
@@ -106,13 +106,12 @@ class PriceRule:
 
 
 class TreeBuilder:
-    """Collects every child that is offered; keeps some nodes of each level as the next frontier.
+    """Builds candidate trees level by level: collects all proposed children and chooses each next frontier.
 
     Args:
-        width: the most nodes of a frontier, which are the most valuable ones.
-        shape: names the nodes of each frontier instead, whatever they are worth.
-        ends: tokens that are the last of their sequence, which get no children worth anything; None
-            where there are none.
+        width: maximum nodes of a frontier, which are the most valuable ones.
+        shape: static tree that gives the nodes of each frontier instead.
+        ends: end-of-sequence tokens, whose children get no value; None if there are none.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class TreeBuilder:
         """Add K children to each frontier node, with their fp32 log-probabilities given that node; -inf is padding.
 
         Args:
-            draft_log_probs: what the drafter itself said, where log_probs are calibrated.
+            draft_log_probs: the drafter's own log-probabilities, if log_probs are calibrated.
         """
         values = _mask_nan(self._frontier_values[:, :, None] + log_probs)
         parents = self._frontier_nodes[:, :, None].expand(tokens.shape)
@@ -164,10 +163,9 @@ class TreeBuilder:
         self._num_nodes += tokens[0].numel()
 
     def frontier(self) -> Frontier:
-        """Return the `width` nodes of the last level with the most valuable children, best first,
-        ties to the earlier one.
+        """Return the `width` most valuable nodes of the last level, best first, ties to the earlier one.
 
-        With a static tree: the nodes of the level that have children in it, in its order.
+        With a static tree, return the nodes of the level that have children in it, in its order.
         """
         if self._frontier is None:
             self._frontier = self._best_frontier()
@@ -195,7 +193,7 @@ class TreeBuilder:
         return Frontier(tokens.gather(1, index), index // children_each, self._frontier_values)
 
     def best_nodes(self, values: Float[Tensor, "B C"]) -> Int[Tensor, "B F"]:
-        """Return which nodes of the last level are the next frontier."""
+        """Return the indices of the last level's nodes that form the next frontier."""
         return values.sort(dim=1, descending=True, stable=True).indices[:, : self._width]
 
     def build(self) -> DraftTree:
@@ -223,17 +221,17 @@ class DraftPlan:
 
     Attributes:
         max_depth: maximum levels; 0 is a step of plain decoding, in which no drafter runs.
-        width: nodes of each level that are expanded.
+        width: number of nodes of each level that are expanded.
         members: indices of the batch's sequences to draft for, ascending; None is all.
-        should_stop: called before each level after the first; true ends the drafting there.
-        price_rule: the rule that should_stop computes, for drafters that grow all levels in one
-            call; None if it is another function.
-        static_tree: the nodes to expand, if they do not depend on values; no deeper and no wider
-            than the plan.
-        probe: the step is taken to measure what drafts cost or yield, not because it promises most.
-        num_children: children per expanded node; None is width.
-        lookups_only: no model drafts; what is looked up goes as deep as max_depth, and width is not
-            read.
+        should_stop: function called before each level after the first; true ends the draft there.
+        price_rule: rule that should_stop applies, for drafters that grow all levels in one call;
+            None if it is another function.
+        static_tree: nodes to expand, if they do not depend on values; no deeper and no wider than
+            the plan.
+        probe: whether the step is run to measure costs or acceptance, not because it is expected to
+            be the best.
+        num_children: number of children per expanded node; None is width.
+        lookups_only: whether only lookups draft, up to max_depth; width is not used then.
     """
 
     max_depth: int
@@ -248,7 +246,8 @@ class DraftPlan:
 
     @property
     def children(self) -> int:
-        """Return the children per expanded node. They cost little, since the node's logits are computed anyway."""
+        """Return the number of children per expanded node. They cost little, since the node's
+        logits are computed anyway."""
         return self.width if self.num_children is None else self.num_children
 
     def restrict_to(self, members: tuple[int, ...] | None) -> DraftPlan:
@@ -265,11 +264,11 @@ class DraftPlan:
 
     @property
     def stops_by_rule(self) -> bool:
-        """Return whether no function has to be called to know where the draft ends."""
+        """Return whether the end of the draft depends on no function, except price_rule."""
         return self.should_stop is None or self.price_rule is not None
 
     def without_stop(self) -> DraftPlan:
-        """Return the plan of a draft that goes to its full depth."""
+        """Return the plan without a stop function, so that the draft goes to its full depth."""
         return replace(self, should_stop=None, price_rule=None)
 
     @property

@@ -4,7 +4,7 @@
     tree.paths                                # ((0,), (1,), (0, 0)), breadth-first
     tree.parents_at(1)                        # [(0, 0)]: at level 1 only the best child has children
 
-Each step's draft decides the tokens; the nodes are fixed. `best_tree.py` chooses them by acceptance.
+The nodes are fixed; each step's draft gives them tokens. `best_tree.py` chooses them by acceptance.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class StaticTree:
     """A fixed set of nodes.
 
     Attributes:
-        paths: root to node, each step a rank among siblings; every prefix is one of them;
-            breadth-first, by rank.
-        device_indices: what `expanded_at` returned before.
+        paths: path of each node from the root, as ranks among siblings, in breadth-first order by
+            rank. Every prefix of a path is one of them.
+        device_indices: cached results of `expanded_at`.
     """
 
     paths: tuple[Path, ...]
@@ -37,7 +37,7 @@ class StaticTree:
 
     @classmethod
     def of(cls, paths: Iterable[Path]) -> StaticTree:
-        """Return the tree of these paths and all their prefixes."""
+        """Build the tree of these paths and all their prefixes."""
         closed: set[Path] = set()
         for path in paths:
             closed.update(path[:end] for end in range(1, len(path) + 1))
@@ -47,7 +47,7 @@ class StaticTree:
         return cls(tuple(in_order))
 
     def truncate(self, bounds: TreeBounds) -> StaticTree:
-        """Return the nodes within bounds: ranks below top_k, max_depth levels, the first max_nodes nodes."""
+        """Return the tree within bounds: ranks below top_k, max_depth levels, the first max_nodes nodes."""
         inside = []
         for path in self.paths:
             if len(path) <= bounds.max_depth and max(path) < bounds.top_k:
@@ -64,15 +64,15 @@ class StaticTree:
 
     @property
     def width(self) -> int:
-        """Return the children that a node must be offered for every path to exist."""
+        """Return the number of children that a node must have so that every path exists."""
         largest_rank = max((max(path) for path in self.paths), default=-1)
         return 1 + largest_rank
 
     def parents_at(self, level: int) -> list[tuple[int, int]]:
-        """Return the nodes of a level that have children, in order (level 1: the root's children).
+        """Return the nodes of a level that have children, in order. Level 1 has the root's children.
 
-        Each is its parent's index among those of the level before (0 is the root) and its rank
-        among its siblings.
+        Each node is given as its parent's index in this list for the previous level (0 is the
+        root), and its rank among its siblings.
         """
         above = self._parents(level - 1)
         place_of = {path: place for place, path in enumerate(above)}
@@ -86,10 +86,10 @@ class StaticTree:
     def expanded_at(
         self, level: int, children_each: int, device: torch.device
     ) -> Int[Tensor, " F"]:
-        """Return the indices, among a level's offered nodes, of those that have children.
+        """Return the indices, among a level's proposed nodes, of those that have children.
 
-        Copied to the device once and kept by this tree, so a CUDA graph that reads them keeps them
-        by keeping the tree.
+        They are copied to the device once and stored in this tree, so a CUDA graph that reads them
+        only has to keep the tree alive.
         """
         key = level, children_each, device
         if key not in self.device_indices:

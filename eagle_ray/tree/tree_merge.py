@@ -1,4 +1,4 @@
-"""merge_trees: merge the trees of several drafters; a node that several offer appears once.
+"""merge_trees: merge the draft trees of several drafters; a node that several propose appears once.
 
        a        +      a          =        a            log_probs_by_drafter
       / \\             / \\               / | \\               b: -0.2, -inf
@@ -6,8 +6,7 @@
                       |                    |                 d: -inf, -1.2
                       e                    e                 e: -inf, -0.1
 
-Two nodes are the same where their paths carry the same tokens; paths are told apart by 64-bit
-hashes.
+Two nodes are equal if their paths have equal tokens; paths are compared by 64-bit hashes.
 """
 
 from __future__ import annotations
@@ -28,18 +27,19 @@ from eagle_ray.tree.expand import DraftPlan
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The nodes of A trees as one tree. Its log values are the highest that any of them has for a node.
+    """The nodes of A trees as one tree. A node's log value is the highest that any of them has.
 
     Attributes:
-        log_probs_by_drafter: a node's log-probability given its parent in each drafter's tree; -inf
-            where a tree lacks it.
+        log_probs_by_drafter: log-probability of each node given its parent, in each drafter's tree;
+            -inf if a tree lacks the node.
     """
 
     tree: DraftTree
     log_probs_by_drafter: Float[Tensor, "B N A"]
 
     def with_log_probs(self, log_probs: Float[Tensor, "B N"], max_depth: int) -> DraftTree:
-        """Return the tree with these conditional log-probabilities; those of roots and padding are not read."""
+        """Return the tree with values from these conditional log-probabilities; entries of roots
+        and padding are ignored."""
         tree = self.tree
         parents = tree.parents.clamp(min=0)
         has_parent = tree.parents >= 0
@@ -55,13 +55,13 @@ class Merged:
 
 
 def merge_trees(trees: Sequence[DraftTree | None], max_depth: int) -> Merged:
-    """Merge trees on the same roots, breadth-first, the first tree's nodes before the others' at each depth.
+    """Merge trees on equal roots, breadth-first; at each depth the first tree's nodes come before the others'.
 
-    draft_log_probs are those of the first tree that has a node.
+    draft_log_probs of a node come from the first tree that has it.
 
     Args:
-        trees: None is a drafter that did not draft, and lacks every node.
-        max_depth: a bound on the trees' depths.
+        trees: trees of each drafter; None for a drafter that did not draft and so lacks every node.
+        max_depth: upper bound on the trees' depths.
     """
     drafted = [tree for tree in trees if tree is not None]
 
@@ -140,7 +140,7 @@ def extra_log_values(
 
 
 def path_hashes(tree: DraftTree, max_depth: int) -> Int[Tensor, "B N"]:
-    """Return a hash of the tokens from the root (excluded) to each node; padding has a hash of its own."""
+    """Return a hash of the tokens on the path from the root (excluded) to each node; padding has a hash of its own."""
     parents = tree.parents.clamp(min=0)
     is_drafted = tree.parents >= 0
     tokens = mix64_tensor(tree.tokens + 1)
