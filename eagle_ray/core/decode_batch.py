@@ -49,7 +49,7 @@ class DecodeSlots:
     """The slots of B sequences and their cached lengths, on the device and on the host.
 
     Attributes:
-        bound: upper bound on all lengths, if the host does not know them because the previous step
+        bound: upper bound on all lengths, if they are unknown to the host because the previous step
             is not read yet, or because a captured pass serves any lengths. host_lengths then holds
             bounds, or nothing.
         max_total: upper bound on the sum of all lengths; None is the sum of host_lengths.

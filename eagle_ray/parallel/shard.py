@@ -448,9 +448,9 @@ class GatheredHead(nn.Module):
     ) -> GatheredHead:
         """Return a head for these tokens only, in the given order.
 
-        Rows of a plain layer are distributed anew, equally many to each rank. Otherwise the first
-        rank might have all of them, since frequent tokens have low ids, and the others would wait
-        for it. In other layers every rank keeps its own rows.
+        Rows of a plain layer are redistributed, equally many to each rank. Otherwise the first rank
+        might have all of them, since frequent tokens have low ids, and the others would wait for
+        it. In other layers every rank keeps its own rows.
 
         Args:
             slice_rows: returns some rows of a rank's part.
