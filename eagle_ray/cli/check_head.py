@@ -18,8 +18,11 @@ from typing import Any
 from eagle_ray.assembly.hub import download_metadata
 from eagle_ray.core.errors import ConfigError, EngineError, one_line
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.methods.combine.drafter import check_any_draft
-from eagle_ray.methods.combine.published_heads import read_contents, shape_of_target
+from eagle_ray.methods.combine.published_heads import (
+    check_any_draft,
+    read_contents,
+    shape_of_target,
+)
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.checkpoint import is_eagle3
 from eagle_ray.methods.head_contents import HeadContents

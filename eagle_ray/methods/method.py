@@ -287,8 +287,8 @@ METHODS = {
             "the method of model.draft's own kind",
             "combine",
             draft=ANY_DRAFT,
-            check="drafter:check_any_draft",
-            load="drafter:load_any_draft",
+            check="published_heads:check_any_draft",
+            load="published_heads:load_any_draft",
             drafter="drafter:make_head_drafter",
         ),
     )

@@ -12,7 +12,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.engine.calibrate import CalibrationRun
 from eagle_ray.engine.engine import Engine
-from eagle_ray.methods.combine.drafter import check_any_draft
+from eagle_ray.methods.combine.published_heads import check_any_draft
 from eagle_ray.methods.eagle.drafter import EagleDrafter
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.methods.medusa.checkpoint import save_path_heads

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle_ray.core.errors import EngineError
-from eagle_ray.methods.combine.drafter import check_any_draft
-from eagle_ray.methods.combine.published_heads import read_contents, shape_of_target
+from eagle_ray.methods.combine.published_heads import (
+    check_any_draft,
+    read_contents,
+    shape_of_target,
+)
 from eagle_ray.methods.head_contents import HARMLESS_KEYS, NULL
 from eagle_ray.methods.method import METHODS
 from tests.support.checkpoints import (

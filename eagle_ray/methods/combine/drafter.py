@@ -538,29 +538,6 @@ def _with_features(target: TargetModel, features: Int[Tensor, " F"]) -> TargetMo
     return view
 
 
-def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
-    """Return the draft in a directory without its weights, for source `head`, which names no method.
-
-    Raises EngineError with every method's reason if no method reads it.
-    """
-    reasons = []
-    for method in METHODS.values():
-        if method.is_kind:
-            try:
-                return method.check_draft(path, target)
-            except EngineError as error:
-                reasons.append(f"as {method.draft}: {error}")
-    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
-
-
-def load_any_draft(
-    path: Path, target: PretrainedConfig, ranks: RankGroup | None = None
-) -> LoadedDraft:
-    """Return the draft in a directory with its weights, for source `head`, which names no method.
-    Raises EngineError."""
-    return METHODS[check_any_draft(path, target).method].load_draft(path, target, ranks)
-
-
 def make_head_drafter(
     speculative: DraftSettings, target: TargetModel, weights: LoadedDraft
 ) -> Drafter:

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.dflash.checkpoint import dflash_contents
+from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.checkpoint import eagle_contents
 from eagle_ray.methods.head_contents import HeadContents
 from eagle_ray.methods.head_directory import check_directory, read_head
@@ -35,8 +36,33 @@ from eagle_ray.methods.medusa.checkpoint import (
     hydra_contents,
     medusa_contents,
 )
+from eagle_ray.methods.method import METHODS
+from eagle_ray.parallel.rank_group import RankGroup
 
 MANY_LAYERS = 1000  # layers of a stand-in target if the head does not say
+
+
+def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
+    """Return the draft in a directory without its weights, for source `head`, which names no method.
+
+    Raises EngineError with every method's reason if no method reads it.
+    """
+    reasons = []
+    for method in METHODS.values():
+        if method.is_kind:
+            try:
+                return method.check_draft(path, target)
+            except EngineError as error:
+                reasons.append(f"as {method.draft}: {error}")
+    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+
+
+def load_any_draft(
+    path: Path, target: PretrainedConfig, ranks: RankGroup | None = None
+) -> LoadedDraft:
+    """Return the draft in a directory with its weights, for source `head`, which names no method.
+    Raises EngineError."""
+    return METHODS[check_any_draft(path, target).method].load_draft(path, target, ranks)
 
 
 def read_contents(path: Path, target: PretrainedConfig | None = None) -> HeadContents:
