@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ SHAPE_KEYS = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 # Without these a config's shape is not known; Gemma 3's leaves vocab_size to transformers' default.
 REQUIRED_SHAPE = ("model_type", "hidden_size", "num_hidden_layers")
 NOT_IN_NAMES = re.compile(r"[^a-z0-9.]+")
+# What the names of copies in another format end in.
+FORMAT = re.compile(
+    r"([-_.](gguf|awq|gptq|bnb|fp8|fp16|bf16|mxfp4|nvfp4|int[48]|[48]bits?|w\da\d+|dynamic|block|quantized|unsloth))+$"
+)
 
 
 class Relation(enum.IntEnum):
@@ -33,7 +38,7 @@ class Relation(enum.IntEnum):
 
     Attributes:
         SAME: it is that repository, or another one with equal weights.
-        COPY: its card says that it is a quantised copy.
+        COPY: its card or the end of its name says that it is a quantised copy.
         SAVED: its config.json says that it was loaded from there when it was saved.
         FINE_TUNE: its card names that repository, or the base model of both.
         SHAPE_AND_NAME: it has that target's shapes, and the family's name is part of its own.
@@ -168,9 +173,10 @@ def of_family(name: str) -> list[CatalogueTarget]:
     wanted = words_of(name)
     if not wanted:
         return []
+    spelled = "".join(wanted)  # gemma3 and gpt_oss are Gemma-3 and gpt-oss
     known = [(words_of(target.family), target) for target in catalogue()]
-    exact = [target for words, target in known if words == wanted]
-    return exact or [target for words, target in known if words[: len(wanted)] == wanted]
+    exact = [target for words, target in known if "".join(words) == spelled]
+    return exact or [target for words, target in known if spelled in accumulate(words)]
 
 
 def matches(facts: TargetFacts) -> list[Match]:
@@ -198,6 +204,8 @@ def _relation(target: CatalogueTarget, facts: TargetFacts) -> Relation | None:
     has_shape = bool(target.shape) and {*REQUIRED_SHAPE} <= facts.shape.keys()
     if any(name.lower() in target.bare_names for name in facts.ids):
         return Relation.SAME
+    if any(_without_format(name) in target.bare_names for name in facts.ids):
+        return Relation.COPY
     if facts.saved_from is not None and facts.saved_from.lower() in target.ids:
         return Relation.SAVED
 
@@ -211,6 +219,11 @@ def _relation(target: CatalogueTarget, facts: TargetFacts) -> Relation | None:
     if has_shape:
         return Relation.SHAPE_AND_NAME if is_named else Relation.SHAPE
     return Relation.NAME if is_named else None
+
+
+def _without_format(name: str) -> str:
+    """Return a repository's name in lower case, without its owner and the format of its weights: -GGUF, -AWQ."""
+    return FORMAT.sub("", name.rpartition("/")[2].lower())
 
 
 def in_order(related: Iterable[Match]) -> list[Candidate]:

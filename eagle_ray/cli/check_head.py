@@ -26,7 +26,7 @@ from eagle_ray.methods.combine.published_heads import (
 from eagle_ray.methods.drafter import LoadedDraft
 from eagle_ray.methods.eagle.checkpoint import is_eagle3
 from eagle_ray.methods.head_contents import HeadContents
-from eagle_ray.methods.head_directory import OF_PATH_HEADS, check_directory
+from eagle_ray.methods.head_directory import OF_PATH_HEADS, check_directory, is_model
 from eagle_ray.methods.head_files import SPECULATORS, read_config, read_headers, without_nulls
 from eagle_ray.models.loader import load_config
 from eagle_ray.report.text import counted
@@ -125,7 +125,7 @@ def check_head(path: Path, target_name: str | None) -> HeadReport:
             check_directory(path)  # an adapter has no config.json: says so before that is read
         facts |= _files(path)
         own = shape_of_target(path)
-        facts["contents"] = contents = read_contents(path, own)
+        facts["contents"] = contents = read_contents(path)
         facts["kind"] = contents.kind
         if contents.fault is None:
             head = check_any_draft(path, own)
@@ -157,7 +157,9 @@ def _files(path: Path) -> dict[str, Any]:
     numbers = [int(match[1]) for name in headers if (match := LAYER_NUMBER.search(name))]
     has_layer = any(name.startswith("midlayer.") for name in headers)
     num_layers = max(numbers) + 1 if numbers else int(has_layer)
-    facts: dict[str, Any] = {"layout": layout_of(raw, headers, path)}
+    facts: dict[str, Any] = {}
+    if not is_model(headers):
+        facts["layout"] = layout_of(raw, headers, path)
     facts["sizes"] = {key: merged[key] for key in HEAD_SIZES if isinstance(merged.get(key), int)}
     if headers:
         facts["num_parameters"] = sum(header.numel for header in headers.values())

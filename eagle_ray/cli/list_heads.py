@@ -184,5 +184,6 @@ def _unknown(target: str, facts: TargetFacts) -> str:
     target = target if len(target) <= MAX_NAME_CHARS else f"{target[:MAX_NAME_CHARS]}..."
     return (
         f"TARGET: {target!r} is not in the catalogue, and no files of it can be had from here. Give its directory, "
-        f"a family such as Qwen3 or Llama-3.1-8B, or nothing for all of {CATALOGUE.name}"
+        f"a family such as Qwen3 or Llama-3.1-8B, or nothing for all of {CATALOGUE.name}. A target without a known "
+        "head drafts by look-ups: leave model.draft out"
     )

@@ -30,6 +30,7 @@ from eagle_ray.methods.head_files import (
 )
 
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+MAX_NESTED = 8  # directories of heads that are named
 ABSENT_FILE = "absent"  # in place of the name of a file that is not looked at
 OF_PATH_HEADS = (
     "medusa_lm_head.safetensors",
@@ -90,7 +91,7 @@ def read_head(
 
 
 def check_directory(path: Path, names: tuple[str, str] = HEAD_WEIGHTS) -> None:
-    """Raise EngineError if a directory holds an adapter or a second head.
+    """Raise EngineError if a directory holds an adapter, a second head, or heads in directories of its own.
 
     Args:
         names: names of the head's file as safetensors and as pickle.
@@ -99,6 +100,11 @@ def check_directory(path: Path, names: tuple[str, str] = HEAD_WEIGHTS) -> None:
     if adapter is not None and not any((path / name).exists() for name in names):
         raise EngineError(
             f"{path}: it holds an adapter ({adapter}) and no head; merge an adapter into the target, and name a head"
+        )
+    nested = sorted(file.parent.name for file in path.glob("*/config.json"))
+    if nested and not (path / "config.json").exists():
+        raise EngineError(
+            f"{path} has no config.json, and its directories {', '.join(nested[:MAX_NESTED])} have: name one of them"
         )
     others = [*_unread_weights(path, names)]
     if others:
@@ -146,6 +152,11 @@ def _names_of_kind(raw: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def is_model(names: Collection[str]) -> bool:
+    """Return whether tensor names are those of a language model."""
+    return "fc.weight" not in names and any(OF_MODELS.search(name) for name in names)
+
+
 def _refuse_models(
     raw: Mapping[str, Any], shapes: Mapping[str, Shape], target: PretrainedConfig | None
 ) -> None:
@@ -155,9 +166,9 @@ def _refuse_models(
         raise ValueError(
             f"it is an adapter ({adapted}) and no head; merge an adapter into the target, and name a head"
         )
-    matches = [match for name in shapes if (match := OF_MODELS.search(name)) is not None]
-    if not matches or any(name == "fc.weight" for name in shapes):
+    if not is_model(shapes):
         return
+    matches = [match for name in shapes if (match := OF_MODELS.search(name)) is not None]
     num_layers = 1 + max(int(match[3]) for match in matches)
     own = f"hidden_size {raw.get('hidden_size')}, vocab_size {raw.get('vocab_size')}"
     line = f"it is a language model of {num_layers} layers ({own}) and no head"

@@ -27,7 +27,7 @@ from eagle_ray.core.errors import EngineError, one_line
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.families import text_name
 from eagle_ray.methods.rounded_weights import SCALE, restore_weights, scales_of
-from eagle_ray.models.packed_layouts import wraps_text
+from eagle_ray.models.packed_layouts import DOWNLOAD, NOT_FINITE, wraps_text
 from eagle_ray.models.sharded_checkpoint import read_slice
 from eagle_ray.parallel.draft_shards import DraftPart
 from eagle_ray.parallel.shard import cut_out
@@ -117,17 +117,27 @@ def write_files(
 def load_into(
     head: Head, path: Path, tensors: dict[str, Tensor], part: DraftPart | None = None
 ) -> Head:
-    """Load tensors into a head in fp32, and return it. Raises EngineError if its vocabulary maps select no tokens.
+    """Load tensors into a head in fp32, and return it.
+
+    Raises EngineError if its vocabulary maps select no tokens, or a weight is not finite.
 
     Args:
         part: the part of the head that this rank holds; None is the whole head.
     """
+    _check_finite(path, tensors)
     buffers = dict(head.named_buffers())
     if "d2t" in buffers:
         with with_path(path):
             tensors |= vocabulary_maps(buffers["d2t"], len(buffers["t2d"]), tensors)
     head.load_state_dict(tensors, assign=True)
     return head.float() if part is None else cast(Head, part.joined(head.float()))
+
+
+def _check_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise EngineError for the first tensor with a number that is not finite, which would make every draft a NaN."""
+    for name, values in tensors.items():
+        if values.is_floating_point() and not values.float().isfinite().all():
+            raise EngineError(f"{path}: tensor {name}: {NOT_FINITE}. {DOWNLOAD}")
 
 
 def on_meta(make: Callable[[], Head]) -> Head:

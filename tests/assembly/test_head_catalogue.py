@@ -74,6 +74,14 @@ def test_every_published_configuration_is_in_it(path):
         ("Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", Relation.SAME),
         ("Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", Relation.SAME),
         ("org/Hermes-3-Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", Relation.NAME),
+        ("unsloth/Qwen3-8B-GGUF", "Qwen/Qwen3-8B", Relation.COPY),
+        ("org/Qwen3-4B-unsloth-bnb-4bit", "Qwen/Qwen3-4B", Relation.COPY),
+        ("org/llama-3.3-70b-instruct-awq", "meta-llama/Llama-3.3-70B-Instruct", Relation.COPY),
+        (
+            "org/Llama-3.1-8B-Instruct-quantized.w4a16",
+            "meta-llama/Llama-3.1-8B-Instruct",
+            Relation.COPY,
+        ),
         ("org/vicuna-7B-v1.5-GPTQ", "lmsys/vicuna-7b-v1.3", Relation.NAME),
         ("Qwen/Qwen3-4B-Thinking-2507", "Qwen/Qwen3-4B", Relation.NAME),
         ("unsloth/gpt-oss-20b-BF16", "openai/gpt-oss-20b", Relation.SAME),
@@ -181,6 +189,9 @@ def test_families_are_found_by_their_names():
     ]
     assert [target.id for target in of_family("Qwen3-4B")] == ["Qwen/Qwen3-4B"]
     assert len(of_family("qwen3")) > 5 and of_family("nothing") == []
+    for spelling in ("gemma3", "Gemma 3", "gemma-3"):
+        assert [target.id for target in of_family(spelling)] == ["google/gemma-3-27b-it"]
+    assert of_family("gpt_oss") == of_family("gpt-oss") != []
     assert of_family("日本") == of_family("-") == of_family("") == []
 
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
@@ -131,6 +133,9 @@ def test_the_method_of_a_draft_is_known_by_its_files(tmp_path, kind, method):
 def test_a_draft_of_no_kind_is_refused_with_all_reasons(tmp_path):
     model = ModelConfig(target="embedded:tiny", draft=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match=r"there is neither model\.safetensors nor pytorch_model"):
+        check_models(model, SpeculativeConfig(method="auto"))
+    save_file({"weights": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(
         ConfigError,
         match=r"no draft that a method can read\. as an EAGLE head: .* as Medusa heads: ",

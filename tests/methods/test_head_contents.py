@@ -20,6 +20,7 @@ from tests.support.checkpoints import (
     published_draft,
     target_config,
 )
+from tests.support.toy_models import llama
 
 KINDS = ["eagle2", "eagle3", "peagle", "medusa", "hydra", "dflash", *PATH_CONFIGS]
 TARGET = target_config()
@@ -229,3 +230,45 @@ def test_source_head_names_the_unknown_key_too(tmp_path):
     rewrite(path, lambda raw: raw.update(attention_span=3))
     with pytest.raises(EngineError, match=r"attention_span \(unknown\)"):
         check_any_draft(path, TARGET)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "peagle", "medusa", "dflash"])
+def test_source_head_says_why_the_files_own_kind_fails(tmp_path, kind):
+    """One line, with both sides' numbers, and not a line for each kind that the files are not."""
+    path = publish(tmp_path / "head", kind)
+    with pytest.raises(EngineError) as error:
+        check_any_draft(path, target_config(hidden_size=64))
+    assert "64" in str(error.value) and "32" in str(error.value)
+    assert str(error.value).count(str(path)) <= 1
+
+
+def test_a_directory_of_heads_is_refused_by_their_names(tmp_path):
+    for name in ("a", "b"):
+        publish(tmp_path / name, "eagle3")
+    with pytest.raises(EngineError, match="its directories a, b have: name one of them"):
+        check_any_draft(tmp_path, TARGET)
+
+
+def test_a_language_model_is_refused_without_a_made_up_target(tmp_path):
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"\(hidden_size 32, vocab_size 97\) and no head\. Name"):
+        read_contents(tmp_path)
+
+
+def test_a_head_without_weights_is_no_draft_model(tmp_path):
+    path = publish(tmp_path / "head", "eagle3")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="there is neither model"):
+        check_any_draft(path, TARGET)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, kind):
+    path = publish(tmp_path / "head", kind)
+    [file] = path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file)
+    with pytest.raises(EngineError, match=r"tensor .*: holds a number that is not finite"):
+        METHODS[kind].load_draft(path, TARGET)

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, PretrainedConfig
 from eagle_ray.core.errors import EngineError
 from eagle_ray.methods.dflash.checkpoint import dflash_contents
 from eagle_ray.methods.drafter import LoadedDraft
-from eagle_ray.methods.eagle.checkpoint import eagle_contents
+from eagle_ray.methods.eagle.checkpoint import eagle_contents, is_eagle3, is_peagle
 from eagle_ray.methods.head_contents import HeadContents
-from eagle_ray.methods.head_directory import check_directory, read_head
+from eagle_ray.methods.head_directory import check_directory, is_model, read_head
 from eagle_ray.methods.head_files import (
     Shape,
     is_count,
@@ -45,16 +45,21 @@ MANY_LAYERS = 1000  # layers of a stand-in target if the head does not say
 def check_any_draft(path: Path, target: PretrainedConfig) -> LoadedDraft:
     """Return the draft in a directory without its weights, for source `head`, which names no method.
 
-    Raises EngineError with every method's reason if no method reads it.
+    Raises EngineError with the reason of the method that its files are of, or every method's reason
+    if they are of none.
     """
-    reasons = []
+    reasons: dict[str, str] = {}
     for method in METHODS.values():
         if method.is_kind:
             try:
                 return method.check_draft(path, target)
             except EngineError as error:
-                reasons.append(f"as {method.draft}: {error}")
-    raise EngineError(f"{path} is no draft that a method can read. {'. '.join(reasons)}")
+                reasons[method.name] = str(error)
+    own = method_of_files(path)
+    if own is not None:
+        raise EngineError(reasons[own])
+    every = ". ".join(f"as {METHODS[name].draft}: {reason}" for name, reason in reasons.items())
+    raise EngineError(f"{path} is no draft that a method can read. {every}")
 
 
 def load_any_draft(
@@ -75,13 +80,34 @@ def read_contents(path: Path, target: PretrainedConfig | None = None) -> HeadCon
         target: the target's config; None checks the head against its own sizes.
     """
     check_directory(path)
+    given = target
     target = target or shape_of_target(path)
     for name, contents in ((MEDUSA, medusa_contents), (HYDRA, hydra_contents)):
         if any((path / f"{name}{end}").exists() for end in (".safetensors", ".pt")):
             return contents(path, target)
-    raw, shapes = read_head(path, target)
+    raw, shapes = read_head(path, given)
     contents_of_head = dflash_contents if is_dflash(raw, shapes) else eagle_contents
     return contents_of_head(raw, shapes, target)
+
+
+def method_of_files(path: Path) -> str | None:
+    """Return the method of the draft that files are by their names, fit for a target or not; None if they are none.
+
+    Raises EngineError if they cannot be read, or are two heads.
+    """
+    for name, method in ((MEDUSA, "medusa"), (HYDRA, "hydra")):
+        if any((path / f"{name}{end}").exists() for end in (".safetensors", ".pt")):
+            return method
+    check_directory(path)
+    raw = read_config(path)
+    shapes = read_shapes(path)
+    if is_dflash(raw, shapes):
+        return "dflash"
+    if is_peagle(raw, shapes):
+        return "peagle"
+    if "fc.weight" in shapes or is_eagle3(shapes):
+        return "eagle2"
+    return "draft_model" if is_model(shapes) else None
 
 
 def shape_of_target(path: Path) -> PretrainedConfig:

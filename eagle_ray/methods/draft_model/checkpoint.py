@@ -37,6 +37,7 @@ from eagle_ray.models.supported_models import (
 )
 from eagle_ray.parallel.draft_shards import log_whole
 from eagle_ray.parallel.rank_group import RankGroup
+from eagle_ray.storage.model_files import gguf_in
 
 
 class DraftModel(nn.Module):
@@ -142,7 +143,12 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
 
 def _check_embedding(path: Path, config: PretrainedConfig) -> None:
     """Raise EngineError if the files have no embedding: heads have the config of a model, and not its tensors."""
-    headers = read_headers(path) or {}
+    stored = read_headers(path)
+    if stored is None and gguf_in(path) is None:
+        raise EngineError(
+            f"{path}: it has a config.json and no weights. Download the draft model again"
+        )
+    headers = stored or {}
     if "fc.weight" in headers:
         raise EngineError(f"{path}: it has fc.weight, so it is a draft head and no language model")
     shapes = [header.shape for header in headers.values()]
