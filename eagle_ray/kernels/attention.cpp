@@ -34,14 +34,6 @@ constexpr int64_t MOST_ROWS = 16;                        // of a task: the score
 constexpr int64_t FEWEST_QUERIES = 12;                   // of a task, where there are more tasks than threads need
 constexpr int64_t TASKS_PER_THREAD = 4;
 
-// Calls function(N, first) for `count` things, N at a time: MOST, and at last those that are left. N is a constant.
-template <int MOST, typename Function> void by_count(int64_t count, const Function &function, int64_t first = 0) {
-    for (; first + MOST <= count; first += MOST)
-        function(std::integral_constant<int, MOST>(), first);
-    if constexpr (MOST > 1)
-        by_count<MOST - 1>(count, function, first);
-}
-
 // One query head of a row. scores and sums are of this query alone; scores[c] is that of column c, and then its weight.
 struct Query {
     const float *numbers;

@@ -213,11 +213,13 @@ void round_features(const team::Member &member, Pass &pass, const DraftHead &h) 
     RoundedRows to = pass.rounded.rows_of(*h.lm_head.weight);
     if (!h.last_norm)
         return round_rows(member, pass.hidden.data(), pass.kept.size(), to);
-    for (int64_t r : member.share(pass.kept.size())) {
-        float *normed = pass.normed.data() + r * size;
-        norm_row(normed, pass.hidden.data() + r * size, h.last_norm, size, h.last_eps);
-        round_row(to, r, normed);
-    }
+    round_share(member, to, pass.kept.size(), [&](int64_t r, int64_t first, int64_t last) {
+        int64_t at = first * BLOCK;
+        const float *row = pass.hidden.data() + r * size;
+        float *normed = pass.normed.data() + r * size + at;
+        scale_row(normed, row + at, h.last_norm + at, (last - first) * BLOCK, inverse_rms(row, size, h.last_eps));
+        return normed;
+    });
 }
 
 void run_pass(const team::Member &member, Pass &pass, const DraftHead &h, const Rows &seen,

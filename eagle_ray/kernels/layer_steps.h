@@ -16,36 +16,33 @@ namespace {
 // Norms rows [rows, size].
 inline void round_normed(const team::Member &member, const float *from, int64_t rows, int64_t size, const float *weight,
                          float eps, const RoundedRows &to) {
-    thread_local std::vector<float> normed;
-    normed.resize(size);
-    for (int64_t r : member.share(rows)) {
-        norm_row(normed.data(), from + r * size, weight, size, eps);
-        round_row(to, r, normed.data());
-    }
+    thread_local std::vector<float> of_thread;
+    of_thread.resize(size);
+    float *normed = of_thread.data();
+    round_share(member, to, rows, [&](int64_t r, int64_t first, int64_t last) {
+        const float *row = from + r * size;
+        int64_t at = first * BLOCK;
+        scale_row(normed, row + at, weight + at, (last - first) * BLOCK, inverse_rms(row, size, eps));
+        return normed;
+    });
 }
 
-// The pieces of a row that can be rounded by themselves: groups, or blocks if those are larger.
-inline int64_t pieces_of(const RoundedRows &rows) { return std::min(rows.groups, rows.blocks); }
-
 inline void round_rows(const team::Member &member, const float *from, int64_t rows, const RoundedRows &to) {
-    int64_t pieces = pieces_of(to), blocks = to.blocks / pieces;
-    for (int64_t task : member.share(rows * pieces)) {
-        int64_t r = task / pieces, first = task % pieces * blocks;
-        round_blocks(to, r, first, first + blocks, from + (r * to.blocks + first) * BLOCK);
-    }
+    round_share(member, to, rows,
+                [&](int64_t r, int64_t first, int64_t) { return from + (r * to.blocks + first) * BLOCK; });
 }
 
 // SiLU(gate) * up of rows that hold gate and then up.
 inline void round_activated(const team::Member &member, const float *gate_up, int64_t rows, const RoundedRows &to) {
-    int64_t pieces = pieces_of(to), blocks = to.blocks / pieces, width = blocks * BLOCK, size = to.blocks * BLOCK;
-    thread_local std::vector<float> activated;
-    activated.resize(width);
-    for (int64_t task : member.share(rows * pieces)) {
-        int64_t r = task / pieces, first = task % pieces * blocks;
+    int64_t size = to.blocks * BLOCK;
+    thread_local std::vector<float> of_thread;
+    of_thread.resize(size);
+    float *activated = of_thread.data();
+    round_share(member, to, rows, [&](int64_t r, int64_t first, int64_t last) {
         const float *gate = gate_up + r * 2 * size + first * BLOCK;
-        silu_mul_row(activated.data(), gate, gate + size, width);
-        round_blocks(to, r, first, first + blocks, activated.data());
-    }
+        silu_mul_row(activated, gate, gate + size, (last - first) * BLOCK);
+        return activated;
+    });
 }
 
 // What a region's products share: the member that computes its part of them, and the rows that the next one reads.

@@ -227,8 +227,8 @@ void round_and_multiply(T *out, const T *inputs, const T *bias, const Weight &w,
     buffer.reserve(rows, w.inputs);
     const RoundedRows rounded = buffer.rows_of(w);
     parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
-        for (int64_t r : member.share(rows))
-            round_row(rounded, r, inputs + r * w.inputs);
+        round_share(member, rounded, rows,
+                    [&](int64_t r, int64_t first, int64_t) { return inputs + r * w.inputs + first * BLOCK; });
         member.barrier();
         multiply(member, Output<T>{out, false, w.outputs}, bias, w, rounded, rows);
     });
@@ -290,8 +290,8 @@ extern "C" void quantized_argmax_float32(int64_t *picks, const float *inputs, co
     int64_t members = 1;
     found.assign(threads * rows, Best{});
     parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
-        for (int64_t r : member.share(rows))
-            round_row(rounded, r, inputs + r * w.inputs);
+        round_share(member, rounded, rows,
+                    [&](int64_t r, int64_t first, int64_t) { return inputs + r * w.inputs + first * BLOCK; });
         member.barrier();
         multiply(member, Highest{found.data() + member.index * rows}, bias, w, rounded, rows);
         if (member.index == 0)

@@ -9,9 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
-constexpr int64_t BLOCK = 32, ROWS = 8;
+constexpr int64_t BLOCK = 32, ROWS = 16;
 
 // Rows as a weight reads them: its groups decide which sums they have.
 struct RoundedRows {
@@ -51,46 +52,58 @@ private:
 
 namespace {
 
-inline void add_sums(const RoundedRows &to, int64_t row, int64_t b, const Ints *whole, float step) {
+// Blocks that are rounded at once: one alone would wait for its own largest number.
+constexpr int SIDE_BY_SIDE = 4;
+
+// Adds COUNT blocks to the sums of their groups. whole: the rounded numbers of each block.
+template <int COUNT>
+void add_sums(const RoundedRows &to, int64_t row, int64_t b, const Ints (*whole)[BLOCK / LANES], Floats4 steps) {
     int64_t vectors = to.part / LANES, group = to.blocks * BLOCK / to.groups;
-    for (int64_t i = 0; i < BLOCK; i += to.part) {
-        Ints total = {};
-        for (int64_t v = i / LANES; v < i / LANES + vectors; v++)
-            total += whole[v];
-        float &at_group = to.sums[RoundedRows::at((b * BLOCK + i) / group, to.groups, row)];
-        at_group = __builtin_fmaf(step, (float)sum(total), at_group);
+    for (int64_t first = 0; first < BLOCK / LANES; first += vectors) {
+        Ints totals[SIDE_BY_SIDE] = {};
+        for (int k = 0; k < COUNT; k++)
+            for (int64_t v = first; v < first + vectors; v++)
+                totals[k] += whole[k][v];
+        Floats4 found = __builtin_convertvector(sums(totals), Floats4);
+        for (int k = 0; k < COUNT; k++) {
+            int64_t g = ((b + k) * BLOCK + first * LANES) / group;
+            float &at_group = to.sums[RoundedRows::at(g, to.groups, row)];
+            at_group = __builtin_fmaf(steps[k], found[k], at_group);
+        }
     }
 }
 
-template <typename T> void round_block(const RoundedRows &to, int64_t row, int64_t b, const T *from) {
+template <int COUNT, typename T> void round_side_by_side(const RoundedRows &to, int64_t row, int64_t b, const T *from) {
     constexpr int VECTORS = BLOCK / LANES;
     typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
-    Floats values[VECTORS];
-    Ints most = {};  // the bits of magnitudes: they are in the order of the numbers
-    for (int v = 0; v < VECTORS; v++) {
-        values[v] = load(from + v * LANES);
-        Ints magnitude = (Ints)values[v] & 0x7fffffff;
-        most = magnitude > most ? magnitude : most;
-    }
-    int32_t bits = largest(most);
-    float peak;
-    memcpy(&peak, &bits, 4);
-    bool is_finite = std::isfinite(peak);
-    float step = is_finite ? peak / 127.0f : NAN;
-    float inverse = is_finite && peak > 0 ? 127.0f / peak : 0.0f;
-    if (!std::isfinite(inverse))  // of the smallest numbers there are
-        inverse = 0.0f;
+    Floats values[COUNT][VECTORS];
+    Ints most[SIDE_BY_SIDE] = {};  // the bits of magnitudes: they are in the order of the numbers
+    for (int k = 0; k < COUNT; k++)
+        for (int v = 0; v < VECTORS; v++) {
+            values[k][v] = load(from + k * BLOCK + v * LANES);
+            Ints magnitude = (Ints)values[k][v] & 0x7fffffff;
+            most[k] = magnitude > most[k] ? magnitude : most[k];
+        }
+    const Ints4 peak_bits = largest(most), infinity = (Ints4)((Floats4){} + INFINITY);
+    const Floats4 peaks = (Floats4)peak_bits;
+    Ints4 is_finite = peak_bits < infinity;
+    Floats4 steps = is_finite ? peaks / 127.0f : (Floats4){} + NAN;
+    Floats4 inverses = 127.0f / peaks;
+    inverses =
+        is_finite & ((Ints4)inverses < infinity) ? inverses : (Floats4){};  // none of 0 and of the smallest numbers
 
-    int8_t *numbers = to.numbers + RoundedRows::at(b, to.blocks, row) * BLOCK;
-    Ints whole[VECTORS];
+    Ints whole[SIDE_BY_SIDE][VECTORS];
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even
-    for (int v = 0; v < VECTORS; v++) {
-        Floats scaled = is_finite ? unfused(values[v] * inverse) : Floats{};
-        whole[v] = __builtin_convertvector((scaled + magic) - magic, Ints);
-        *reinterpret_cast<Bytes *>(numbers + v * LANES) = __builtin_convertvector(whole[v], Bytes);
+    for (int k = 0; k < COUNT; k++) {
+        int8_t *numbers = to.numbers + RoundedRows::at(b + k, to.blocks, row) * BLOCK;
+        for (int v = 0; v < VECTORS; v++) {
+            Floats scaled = (Floats)((Ints)unfused(values[k][v] * inverses[k]) & is_finite[k]);
+            whole[k][v] = __builtin_convertvector((scaled + magic) - magic, Ints);
+            *reinterpret_cast<Bytes *>(numbers + v * LANES) = __builtin_convertvector(whole[k][v], Bytes);
+        }
+        to.steps[RoundedRows::at(b + k, to.blocks, row)] = steps[k];
     }
-    to.steps[RoundedRows::at(b, to.blocks, row)] = step;
-    add_sums(to, row, b, whole, step);
+    add_sums<COUNT>(to, row, b, whole, steps);
 }
 
 // Rounds blocks [first, last) of a row, which are whole groups. from: the first of their inputs.
@@ -99,12 +112,28 @@ void round_blocks(const RoundedRows &to, int64_t row, int64_t first, int64_t las
     int64_t group = to.blocks * BLOCK / to.groups;
     for (int64_t g = first * BLOCK / group; g < last * BLOCK / group; g++)
         to.sums[RoundedRows::at(g, to.groups, row)] = 0.0f;
-    for (int64_t b = first; b < last; b++, from += BLOCK)
-        round_block(to, row, b, from);
+    by_count<SIDE_BY_SIDE>(last - first, [&](auto count, int64_t done) {
+        round_side_by_side<count>(to, row, first + done, from + done * BLOCK);
+    });
 }
 
 template <typename T> void round_row(const RoundedRows &to, int64_t row, const T *from) {
     round_blocks(to, row, 0, to.blocks, from);
+}
+
+// Rounds the member's share of all rows. inputs_of(row, first, last): the inputs of its blocks [first, last).
+//
+// The blocks of a group of ROWS rows are shared out, and not its rows: those share cache lines, for which members wait.
+template <typename InputsOf>
+void round_share(const team::Member &member, const RoundedRows &to, int64_t rows, const InputsOf &inputs_of) {
+    int64_t pieces = std::min(to.groups, to.blocks), blocks = to.blocks / pieces;  // pieces: whole groups
+    const team::Span mine = member.share((rows + ROWS - 1) / ROWS * pieces);
+    for (int64_t at = mine.first; at < mine.last;) {
+        int64_t group = at / pieces, first = at % pieces, last = std::min(pieces, first + mine.last - at);
+        for (int64_t r = group * ROWS; r < std::min(rows, (group + 1) * ROWS); r++)
+            round_blocks(to, r, first * blocks, last * blocks, inputs_of(r, first * blocks, last * blocks));
+        at += last - first;
+    }
 }
 
 }  // namespace

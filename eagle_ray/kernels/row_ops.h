@@ -20,12 +20,16 @@ template <typename T> float inverse_rms(const T *row, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum(squares) / size + eps);
 }
 
-template <typename T> void norm_row(T *out, const T *row, const T *weight, int64_t size, float eps) {
-    float scale = inverse_rms(row, size, eps);
+// row * scale * weight, of `size` numbers. scale: the inverse_rms of the whole row.
+template <typename T> void scale_row(T *out, const T *row, const T *weight, int64_t size, float scale) {
     for (int64_t i = 0; i < size; i += LANES) {
         Floats x = rounded(load_upto(row + i, size - i) * scale, row);
         store_upto(out + i, x * load_upto(weight + i, size - i), size - i);
     }
+}
+
+template <typename T> void norm_row(T *out, const T *row, const T *weight, int64_t size, float eps) {
+    scale_row(out, row, weight, size, inverse_rms(row, size, eps));
 }
 
 template <typename T> void add_row(T *row, const T *delta, int64_t size) {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cpu_ops.h"
 
@@ -29,6 +30,14 @@ typedef float Floats16 __attribute__((vector_size(64)));
 typedef float Floats8 __attribute__((vector_size(32)));
 typedef float Floats4 __attribute__((vector_size(16)));
 typedef int32_t Ints4 __attribute__((vector_size(16)));
+
+// Calls function(N, first) for `count` things, N at a time: MOST, and at last those that are left. N is a constant.
+template <int MOST, typename Function> void by_count(int64_t count, const Function &function, int64_t first = 0) {
+    for (; first + MOST <= count; first += MOST)
+        function(std::integral_constant<int, MOST>(), first);
+    if constexpr (MOST > 1)
+        by_count<MOST - 1>(count, function, first);
+}
 
 inline Floats load(const float *from) { return *reinterpret_cast<const Floats *>(from); }
 
@@ -109,22 +118,37 @@ inline Floats4 sums(const Floats *v) {
            __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
 }
 
-// The sum and the largest of a vector's integers.
-inline int32_t sum(Ints v) {
-    Ints4 parts[LANES / 4], total = {};
+// The four lanes that a vector's lanes become if `join` joins those of one number modulo 4.
+template <typename Join> Ints4 folded(Ints v, const Join &join) {
+    Ints4 parts[LANES / 4];
     memcpy(parts, &v, sizeof(v));
-    for (Ints4 part : parts)
-        total += part;
-    return (total[0] + total[2]) + (total[1] + total[3]);
+    Ints4 all = parts[0];
+    for (int i = 1; i < LANES / 4; i++)
+        all = join(all, parts[i]);
+    return all;
 }
 
-inline int32_t largest(Ints v) {
-    Ints4 parts[LANES / 4], most;
-    memcpy(parts, &v, sizeof(v));
-    most = parts[0];
-    for (Ints4 part : parts)
-        most = part > most ? part : most;
-    return std::max(std::max(most[0], most[1]), std::max(most[2], most[3]));
+// Each of four vectors of integers joined to one.
+template <typename Join> Ints4 joined(const Ints *v, const Join &join) {
+    Ints4 b[4];
+    for (int i = 0; i < 4; i++)
+        b[i] = folded(v[i], join);
+    Ints4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5),
+          low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
+    Ints4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7),
+          high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
+    Ints4 pairs01 = join(low01, high01), pairs23 = join(low23, high23);
+    return join(__builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5),
+                __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7));
+}
+
+// The sum and the largest of each of four vectors of integers.
+inline Ints4 sums(const Ints *v) {
+    return joined(v, [](Ints4 a, Ints4 b) { return a + b; });
+}
+
+inline Ints4 largest(const Ints *v) {
+    return joined(v, [](Ints4 a, Ints4 b) { return a > b ? a : b; });
 }
 
 // A product whose rounding stays: the compiler must not fuse it with a sum that follows.
