@@ -10,7 +10,8 @@ namespace {
 
 // `half` of a tile: 8 outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
 template <int COUNT, int BITS, int PARTS>
-void avx2_half(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int half, float *totals) {
+void avx2_half(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int half, const Fetch &fetch,
+               float *totals) {
     constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
     constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
@@ -27,6 +28,8 @@ void avx2_half(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row
         for (int64_t b = first; b < first + per_group; b++) {
             const int8_t *numbers = in.block(b, row);
             const float *steps = in.steps_of(b, row);
+            if (begin == 0)
+                fetch(codes + b * BYTES);
             __m256i whole[COUNT], inputs[COUNT];  // inputs: sums of pairs of inputs, of 16 bits
             for (int r = 0; r < COUNT; r++)
                 whole[r] = inputs[r] = _mm256_setzero_si256();
@@ -75,9 +78,12 @@ void avx2_half(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row
 
 template <int BITS, int PARTS>
 void avx2(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int count, float *totals) {
+    constexpr int64_t MOST = 4;
+    int64_t groups = (count + MOST - 1) / MOST;
     for (int half = 0; half < 2; half++)
-        by_rows<4>(count, [&](auto num, int r) {
-            avx2_half<num, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
+        by_count<MOST>(count, [&](auto num, int64_t r) {
+            const Fetch fetch(BITS, in.blocks, half * groups + r / MOST, 2 * groups);
+            avx2_half<num, BITS, PARTS>(w, in, tile, row + r, half, fetch, totals + r * TILE);
         });
 }
 

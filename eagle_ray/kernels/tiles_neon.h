@@ -122,7 +122,7 @@ FOR_DOT void neon_half(const Weight &w, const RoundedRows &in, int64_t tile, int
 template <int BITS, int PARTS>
 void neon(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int count, float *totals) {
     for (int half = 0; half < 2; half++)
-        by_rows<4>(count, [&](auto num, int r) {
+        by_count<4>(count, [&](auto num, int64_t r) {
             neon_half<num, BITS, PARTS>(w, in, tile, row + r, half, totals + r * TILE);
         });
 }
@@ -209,7 +209,7 @@ FOR_I8MM void i8mm_half(const Weight &w, const RoundedRows &in, int64_t tile, in
 template <int BITS, int PARTS>
 void neon_i8mm(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int count, float *totals) {
     for (int half = 0; half < 2; half++) {
-        by_rows<2>(count / 2, [&](auto num, int pair) {
+        by_count<2>(count / 2, [&](auto num, int64_t pair) {
             i8mm_half<num, BITS, PARTS>(w, in, tile, row + 2 * pair, half, totals + 2 * pair * TILE);
         });
         if (count % 2)

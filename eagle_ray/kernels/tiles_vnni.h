@@ -23,7 +23,8 @@ inline void load_scales(const Weight &w, int64_t at, __m512 &scale, __m512 &offs
 
 // A tile's outputs of COUNT rows. PARTS: groups of a block; 0 if a group has several blocks.
 template <int COUNT, int BITS, int PARTS>
-FOR_VNNI void vnni_rows(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, float *totals) {
+FOR_VNNI void vnni_rows(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, const Fetch &fetch,
+                        float *totals) {
     constexpr int64_t BYTES = BLOCK * TILE * BITS / 8;
     constexpr int NUM_PARTS = PARTS ? PARTS : 1, STEPS = 8 / NUM_PARTS;
     const __m512i low = _mm512_set1_epi8(15);
@@ -39,13 +40,13 @@ FOR_VNNI void vnni_rows(const Weight &w, const RoundedRows &in, int64_t tile, in
             for (int64_t c = b; c < b + per_group; c++) {
                 const int8_t *numbers = in.block(c, row);
                 const float *steps = in.steps_of(c, row);
+                if (part == 0)
+                    fetch(codes + c * BYTES);
                 __m512i code[STEPS];
 #pragma GCC unroll 8
                 for (int j = 0; j < STEPS; j++) {
                     int step = part * STEPS + j;
                     code[j] = _mm512_loadu_si512(codes + c * BYTES + (BITS == 8 ? step : step % 4) * 64);
-                    if (BITS == 8 || step < 4)
-                        _mm_prefetch(codes + c * BYTES + AHEAD + step * 64, _MM_HINT_T0);
                     if (BITS == 4)
                         code[j] = _mm512_and_si512(step < 4 ? code[j] : _mm512_srli_epi16(code[j], 4), low);
                 }
@@ -76,10 +77,22 @@ FOR_VNNI void vnni_rows(const Weight &w, const RoundedRows &in, int64_t tile, in
         _mm512_storeu_ps(totals + r * TILE, total[r]);
 }
 
-// Up to 8 rows read the codes once, however many they are.
+constexpr int64_t VNNI_ROWS = 8;  // at most, which read the codes once
+
+// before: groups of other rows that have read the tile already.
+template <int BITS, int PARTS>
+void vnni_groups(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int64_t count, int64_t before,
+                 float *totals) {
+    int64_t groups = before + (count + VNNI_ROWS - 1) / VNNI_ROWS;
+    by_count<VNNI_ROWS>(count, [&](auto num, int64_t r) {
+        const Fetch fetch(BITS, in.blocks, before + r / VNNI_ROWS, groups);
+        vnni_rows<num, BITS, PARTS>(w, in, tile, row + r, fetch, totals + r * TILE);
+    });
+}
+
 template <int BITS, int PARTS>
 void vnni(const Weight &w, const RoundedRows &in, int64_t tile, int64_t row, int count, float *totals) {
-    by_rows<8>(count, [&](auto num, int r) { vnni_rows<num, BITS, PARTS>(w, in, tile, row + r, totals + r * TILE); });
+    vnni_groups<BITS, PARTS>(w, in, tile, row, count, 0, totals);
 }
 
 }  // namespace
