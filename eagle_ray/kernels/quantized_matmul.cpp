@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "cpu_ops.h"
@@ -32,6 +33,10 @@
 #endif
 #if defined(__AVX512F__)
 #include "tiles_vnni.h"
+#if defined(__linux__)
+#include "tiles_amx.h"
+#define HAS_AMX 1
+#endif
 #endif
 #if defined(__aarch64__)
 #include "tiles_neon.h"
@@ -39,7 +44,7 @@
 
 namespace {
 
-enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, NEON, NEON_I8MM };
+enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, AMX, NEON, NEON_I8MM };
 
 constexpr int64_t PANEL = 128;    // rows whose rounded inputs stay in a cache
 constexpr int64_t FEW = 1 << 18;  // multiplications below which waking the team costs more than it saves
@@ -111,6 +116,12 @@ template <int BITS, int PARTS> struct Vnni {
 };
 #endif
 
+#if HAS_AMX
+template <int BITS, int PARTS> struct Amx {
+    static constexpr TileFunction run = amx<BITS, PARTS>;
+};
+#endif
+
 #if defined(__aarch64__)
 template <int BITS, int PARTS> struct Neon {
     static constexpr TileFunction run = neon<BITS, PARTS>;
@@ -126,6 +137,10 @@ TileFunction function_of(const Weight &w) {
         return chosen<NeonI8mm>(w);
     if (w.path == NEON)
         return chosen<Neon>(w);
+#endif
+#if HAS_AMX
+    if (w.path == AMX)
+        return chosen<Amx>(w);
 #endif
 #if defined(__AVX512F__)
     if (w.path >= AVX512_VNNI)
@@ -202,6 +217,11 @@ template <typename T, typename Take>
 void multiply(const team::Member &member, const Take &take, const T *all_bias, const Weight &w, const RoundedRows &in,
               int64_t rows) {
     TileFunction run = function_of(w);
+#if HAS_AMX
+    std::optional<TileRegisters> registers;
+    if (w.path == AMX && rows >= MIN_AMX_ROWS)
+        registers.emplace(in.part);
+#endif
     int64_t tiles = (w.outputs + TILE - 1) / TILE;
     int64_t wide = tiles >= 4 * member.count ? 2 : 1;  // tiles that are passed together
     team::Span mine = member.share((tiles + wide - 1) / wide);
@@ -254,6 +274,10 @@ void multiply_share(const team::Member &member, float *out, bool adds, const Pro
 
 // The best of Path that this processor and this library have.
 extern "C" int quantized_matmul_path() {
+#if HAS_AMX
+    if (has_amx())
+        return AMX;
+#endif
 #if defined(__AVX512F__)
     if (__builtin_cpu_supports("avx512vnni"))
         return AVX512_VNNI;
