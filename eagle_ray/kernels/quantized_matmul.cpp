@@ -27,13 +27,20 @@
 #include "quantized_matmul.h"
 #include "quantized_tiles.h"
 
+// Whether compiler and assembler know the dot products of 2021's processors.
+#if !defined(__clang__) && __GNUC__ >= 11
+#define KNOWS_DOTS 1
+#endif
 #if defined(__x86_64__) && defined(__AVX2__)
 #include "tiles_avx2.h"
 #define X86 1
+#if KNOWS_DOTS && !defined(__AVX512F__)
+#define HAS_AVX_VNNI 1
+#endif
 #endif
 #if defined(__AVX512F__)
 #include "tiles_vnni.h"
-#if defined(__linux__)
+#if defined(__linux__) && KNOWS_DOTS
 #include "tiles_amx.h"
 #define HAS_AMX 1
 #endif
@@ -44,7 +51,7 @@
 
 namespace {
 
-enum Path : int32_t { PORTABLE, AVX2, AVX512_VNNI, AMX, NEON, NEON_I8MM };
+enum Path : int32_t { PORTABLE, AVX2, AVX_VNNI, AVX512_VNNI, AMX, NEON, NEON_I8MM };
 
 constexpr int64_t PANEL = 128;    // rows whose rounded inputs stay in a cache
 constexpr int64_t FEW = 1 << 18;  // multiplications below which waking the team costs more than it saves
@@ -107,7 +114,12 @@ template <template <int, int> class Choice> TileFunction chosen(const Weight &w)
 
 #if X86
 template <int BITS, int PARTS> struct Avx2 {
-    static constexpr TileFunction run = avx2<BITS, PARTS>;
+    static constexpr TileFunction run = avx2<BITS, PARTS, false>;
+};
+#endif
+#if HAS_AVX_VNNI
+template <int BITS, int PARTS> struct AvxVnni {
+    static constexpr TileFunction run = avx2<BITS, PARTS, true>;
 };
 #endif
 #if defined(__AVX512F__)
@@ -145,6 +157,10 @@ TileFunction function_of(const Weight &w) {
 #if defined(__AVX512F__)
     if (w.path >= AVX512_VNNI)
         return chosen<Vnni>(w);
+#endif
+#if HAS_AVX_VNNI
+    if (w.path >= AVX_VNNI)
+        return chosen<AvxVnni>(w);
 #endif
 #if X86
     if (w.path >= AVX2)
@@ -281,6 +297,10 @@ extern "C" int quantized_matmul_path() {
 #if defined(__AVX512F__)
     if (__builtin_cpu_supports("avx512vnni"))
         return AVX512_VNNI;
+#endif
+#if HAS_AVX_VNNI
+    if (__builtin_cpu_supports("avxvnni"))
+        return AVX_VNNI;
 #endif
 #if X86
     return AVX2;

@@ -34,7 +34,7 @@ SOURCES = [
     KERNELS / f"{name}.cpp" for name in ("quantized_matmul", "dense_matmul", "cpu_ops", "team")
 ]
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
-PORTABLE, NEON, NEON_I8MM = 0, 4, 5  # a Path of quantized_matmul.cpp
+PORTABLE, NEON, NEON_I8MM = 0, 5, 6  # a Path of quantized_matmul.cpp
 BEST = -1
 NUM_ROWS, FEW_ROWS, NUM_INPUTS, NUM_OUTPUTS = 130, 21, 256, 40
 
