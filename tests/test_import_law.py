@@ -15,8 +15,8 @@ PACKAGE = ROOT / "eagle_ray"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 # Packages, their sub-packages and modules of the root, the lowest first; those of one line import
-# none of each other. The table of what a request may say stands below the rest of its package: the
-# configuration is made of it. A sequence holds the state of its sampling, so it and its batches
+# none of each other. Requests stand below the configuration, which is made of the table of what a
+# request may say. A sequence holds the state of its sampling, so it and its batches
 # stand above the rest of theirs.
 ORDER = """
 core families
@@ -26,14 +26,11 @@ text
 sampling
 core.sequence
 core.decode_batch
-requests.values
-requests.messages
-requests.refused
-requests.parameters
+requests
 methods.method
 config tree
 kv parallel
-attention requests
+attention
 runs
 publishing
 batch.reader models
@@ -70,7 +67,7 @@ FAMILIES = [  # modules with functions of one name and meaning, of which another
 ]
 HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks
 MUTUAL = """
-config-requests core-sampling serve-serve.batches
+core-sampling serve-serve.batches
 """  # folders that import each other, whose modules have levels of their own above; this only shrinks
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {

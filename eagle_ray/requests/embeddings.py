@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from eagle_ray.config import EmbeddingConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.pooling_state import PoolingState
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.columns import PROMPT_NAME
 from eagle_ray.requests.request import Request
+from eagle_ray.requests.row_settings import EmbeddingSettings
 from eagle_ray.storage.embedder_files import EmbedderFiles
 from eagle_ray.text.embedding_text import EmbeddingText, PromptIds
 
@@ -38,7 +38,7 @@ class EmbeddingMaker:
         text: the target's tokenizer with its prompts; None if it has none.
     """
 
-    config: EmbeddingConfig
+    config: EmbeddingSettings
     files: EmbedderFiles
     text: EmbeddingText | None
 
@@ -109,7 +109,7 @@ def vector_of(sequence: Sequence) -> np.ndarray:
     return sequence.pooling.vector.numpy()
 
 
-def embedding_field(config: EmbeddingConfig, files: EmbedderFiles) -> pa.Field:
+def embedding_field(config: EmbeddingSettings, files: EmbedderFiles) -> pa.Field:
     """Return the column of embeddings of a job."""
     number = pa.float16() if config.dtype == "float16" else pa.float32()
     return pa.field(EMBEDDING_COLUMN, pa.list_(number, files.dimensions(config.dimensions)))

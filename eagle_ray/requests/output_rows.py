@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from eagle_ray.config import JobConfig
 from eagle_ray.core.counters import CONFIDENCE_UNIT, ConfidenceCounts
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sampling_settings import SamplingSettings
@@ -18,6 +17,7 @@ from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.answers import FinishedAnswer, row_form
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_rows import OutputRow, RequestRows, controls_json, sampling_columns
+from eagle_ray.requests.row_settings import RowSettings
 from eagle_ray.requests.score_columns import continuations_column, score_columns
 from eagle_ray.requests.scored_documents import document_columns, document_ids
 from eagle_ray.requests.sequence_answers import AnswerReader
@@ -160,7 +160,9 @@ class OutputRows(RequestRows):
         return datetime.fromtimestamp(seconds + self.clock_offset, timezone.utc)
 
 
-def answer_reader(request: Request, config: JobConfig, tokenizer: Tokenizer | None) -> AnswerReader:
+def answer_reader(
+    request: Request, config: RowSettings, tokenizer: Tokenizer | None
+) -> AnswerReader:
     """Return a reader that parses the request's outputs into answers."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None

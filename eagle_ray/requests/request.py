@@ -22,7 +22,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sampling_settings import SamplingSettings
@@ -36,6 +35,7 @@ from eagle_ray.requests.columns import (
 from eagle_ray.requests.messages import parse_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING, TWO_FORMS, Api, merged_values, two_forms
 from eagle_ray.requests.row_schema import RENDERED, REQUEST, table_of
+from eagle_ray.requests.row_settings import RowSettings
 from eagle_ray.requests.values import (
     Boolean,
     WrongValue,
@@ -184,11 +184,11 @@ class Request:
                 messages.append({"role": "assistant", "content": answer})
         return dump_json(messages, ensure_ascii=False)
 
-    def sampling_params(self, config: JobConfig) -> SamplingSettings:
+    def sampling_params(self, config: RowSettings) -> SamplingSettings:
         """Return the parameters in force: its own, then the job's."""
         return SamplingSettings(**merged_values(dict(config.sampling), self.sampling))
 
-    def chat_options(self, config: JobConfig) -> ChatOptions:
+    def chat_options(self, config: RowSettings) -> ChatOptions:
         """Return the options in force: its own, then the job's. Raises RequestError."""
         own = {
             name: json.loads(value) if isinstance(value, str) else value
@@ -207,7 +207,7 @@ class Request:
             )
         return NO_OPTIONS
 
-    def num_samples(self, config: JobConfig) -> int:
+    def num_samples(self, config: RowSettings) -> int:
         """Return how many samples are asked for, also of a bad request."""
         return self.sampling.get("n") or config.sampling.n
 
@@ -216,7 +216,7 @@ class Request:
         """Return how many turns each sample has: 1 unless it is a conversation."""
         return len(self.user_turns or [None])
 
-    def num_rows(self, config: JobConfig) -> int:
+    def num_rows(self, config: RowSettings) -> int:
         """Return how many output rows it has, good or bad."""
         return self.num_samples(config) * self.num_turns
 

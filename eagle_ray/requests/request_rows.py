@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError, without_values
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.requests.parameters import ROW_PARAMETERS, SAMPLING, Group, names_in
 from eagle_ray.requests.request import Request
+from eagle_ray.requests.row_settings import RowSettings
 
 OutputRow = dict[str, Any]
 # Parameters without an output column of their own: `sampling_controls` has those that are not at
@@ -31,7 +31,7 @@ class RequestRows:
         constants: columns that are equal in all its rows, such as run_id.
     """
 
-    config: JobConfig
+    config: RowSettings
     constants: dict[str, Any]
 
     def of_error(self, request: Request, error: RequestError) -> list[OutputRow]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from eagle_ray.config import JobConfig
 from eagle_ray.core.continuations import ContinuationScores
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.sampling_settings import SamplingSettings
@@ -21,6 +20,7 @@ from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import faults_of_scored
 from eagle_ray.requests.request import Request
 from eagle_ray.requests.request_seeds import seed_of
+from eagle_ray.requests.row_settings import RowSettings
 from eagle_ray.requests.scored_documents import scored_document
 from eagle_ray.requests.scored_prompts import scored_choices, scored_prompt
 from eagle_ray.sampling.control_state import WordIds
@@ -90,7 +90,7 @@ class SequenceMaker:
 
 def sequences_of(
     request: Request,
-    config: JobConfig,
+    config: RowSettings,
     tokenizer: Tokenizer | None,
     n: int | None = None,
     max_model_len: int | None = None,
@@ -109,7 +109,7 @@ def sequences_of(
 
 
 def sequence_of(
-    request: Request, config: JobConfig, tokenizer: Tokenizer | None, sample_index: int
+    request: Request, config: RowSettings, tokenizer: Tokenizer | None, sample_index: int
 ) -> Sequence:
     """Return one sample. Raises as sequences_of does."""
     [sequence] = samples_of(request, config, tokenizer, [sample_index])
@@ -118,7 +118,7 @@ def sequence_of(
 
 def samples_of(
     request: Request,
-    config: JobConfig,
+    config: RowSettings,
     tokenizer: Tokenizer | None,
     samples: Iterable[int],
     max_model_len: int | None = None,
@@ -179,7 +179,7 @@ def _check_scored(request: Request, sampling: SamplingSettings) -> None:
 
 def _scored_sequence(
     request: Request,
-    config: JobConfig,
+    config: RowSettings,
     tokenizer: Tokenizer,
     sampling: SamplingSettings,
     prompt_ids: list[int],
@@ -205,7 +205,7 @@ def _scored_sequence(
 
 def _scored_sequence_of(
     request: Request,
-    config: JobConfig,
+    config: RowSettings,
     sampling: SamplingSettings,
     prompt_ids: list[int],
     prompt_text: str | None,

@@ -37,6 +37,8 @@ from eagle_ray.runs.run import Run
 class EmbeddingRows(OutputRows):
     """Makes output rows from finished embeddings, like OutputRows from generated text."""
 
+    config: JobConfig
+
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
         """Return the row of a request's one sequence."""
         [sequence] = sequences
