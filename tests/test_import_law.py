@@ -16,16 +16,12 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if "assets" not in p.parts)
 
 # Packages, their sub-packages and modules of the root, the lowest first; those of one line import
 # none of each other. Requests stand below the configuration, which is made of the table of what a
-# request may say. A sequence holds the state of its sampling, so it and its batches
-# stand above the rest of theirs.
+# request may say.
 ORDER = """
 core families
 gguf kernels report scaling storage
-core.sampling_batch
 text
 sampling
-core.sequence
-core.decode_batch
 requests
 methods.method
 config tree
@@ -67,7 +63,7 @@ FAMILIES = [  # modules with functions of one name and meaning, of which another
 ]
 HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks
 MUTUAL = """
-core-sampling serve-serve.batches
+serve-serve.batches
 """  # folders that import each other, whose modules have levels of their own above; this only shrinks
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {

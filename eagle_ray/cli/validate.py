@@ -32,6 +32,7 @@ from eagle_ray.batch.reader.carried_columns import CarriedColumn
 from eagle_ray.cli.checked_rows import CheckedRow, CheckedTarget, checked_row, seen_target
 from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import ConfigError, RequestError, shortened
+from eagle_ray.core.grammar_spec import GrammarSpec
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.methods.method import reads_draft
@@ -39,7 +40,7 @@ from eagle_ray.requests.parameters import FORMS, merged_values
 from eagle_ray.requests.request import Request
 from eagle_ray.runs.job_errors import JobError, OutputDamaged
 from eagle_ray.runs.layout import output_of, wrap_os_errors
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.sampling.grammar import GrammarCompiler
 
 FIRST_ROWS = 100
 UNSEEN = {

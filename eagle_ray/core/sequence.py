@@ -9,14 +9,14 @@ from enum import Enum
 from typing import Literal
 
 from eagle_ray.core.continuations import ContinuationScores
+from eagle_ray.core.control_state import ControlState, WordIds, has_controls, singles_of
 from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.grammar_state import GrammarState
 from eagle_ray.core.pooling_state import PoolingState
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls, singles_of
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.grammar_state import GrammarState
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 
 StopCheck = Callable[[list[int]], "int | None"]
 TopLogprobs = list[tuple[int, float]]

@@ -36,15 +36,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from eagle_ray.core.control_state import ControlState
 from eagle_ray.core.decode_batch import DecodeBatch
 from eagle_ray.core.device import DeviceToHost, to_device
+from eagle_ray.core.grammar_state import GrammarState, PredictedToken
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence as TokenSequence
 from eagle_ray.core.sequence import SequenceStatus
 from eagle_ray.methods.drafter import Draft
 from eagle_ray.sampling.adjustments import Adjustments, Paths
-from eagle_ray.sampling.control_state import ControlState
-from eagle_ray.sampling.grammar_state import GrammarState, PredictedToken
 from eagle_ray.sampling.sampler import SLICE_ROWS, sample
 from eagle_ray.tree.draft_tree import DraftTree, VerifyRows
 from eagle_ray.tree.expand import DraftPlan

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from eagle_ray.core.control_state import ControlState
 from eagle_ray.core.decode_batch import PromptChunk
 from eagle_ray.core.device import DeviceToHost, to_device
 from eagle_ray.core.sampling_batch import SamplingBatch
@@ -32,7 +33,6 @@ from eagle_ray.kernels.availability import retry_portable
 from eagle_ray.kv.block_manager import BlockManager
 from eagle_ray.methods.drafter import Drafter
 from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
-from eagle_ray.sampling.control_state import ControlState
 from eagle_ray.sampling.sampler import SLICE_ROWS, log_probs_of, sample
 
 

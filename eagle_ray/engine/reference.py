@@ -14,13 +14,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from eagle_ray.core.control_state import WordIds, has_controls
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.grammar_state import unpack_tokens
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.sampling.control_state import WordIds, has_controls
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
-from eagle_ray.sampling.grammar_state import unpack_tokens
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.sampling.near_tie import NEAR_TIE, reachable_tokens
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from eagle_ray.sampling.sampler import sample
 
 

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from eagle_ray.core.continuations import ContinuationScores
+from eagle_ray.core.control_state import WordIds
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sampling_settings import SamplingSettings
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.requests.columns import CATEGORY
@@ -23,9 +26,6 @@ from eagle_ray.requests.request_seeds import seed_of
 from eagle_ray.requests.row_settings import RowSettings
 from eagle_ray.requests.scored_documents import scored_document
 from eagle_ray.requests.scored_prompts import scored_choices, scored_prompt
-from eagle_ray.sampling.control_state import WordIds
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from eagle_ray.text.chat_format import THINK_CLOSE, THINK_OPEN, reasoning_at
 from eagle_ray.text.chat_options import ChatOptions, needs_grammar, tool_grammar
 from eagle_ray.text.null_tokenizer import NullTokenizer

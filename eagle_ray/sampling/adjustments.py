@@ -19,9 +19,9 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+from eagle_ray.core.control_state import ControlState, Entry
 from eagle_ray.core.device import copy_to_device, to_device
-from eagle_ray.sampling.control_state import ControlState, Entry
-from eagle_ray.sampling.grammar_state import Words, unpack_tokens
+from eagle_ray.core.grammar_state import Words, unpack_tokens
 
 Paths = list[list[int]]
 """For each row of a sequence, the tokens between its last committed token and the row's own, which is included."""

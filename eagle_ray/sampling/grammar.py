@@ -26,13 +26,12 @@ from functools import partial
 from typing import Any
 
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GRAMMAR_KINDS, GrammarSpec
+from eagle_ray.core.grammar_state import GrammarState, Matcher, RecentTokens, first_line
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.sampling.grammar_state import GrammarState, Matcher, RecentTokens, first_line
-from eagle_ray.sampling.parser_budget import ParserCost
+from eagle_ray.core.parser_budget import ParserCost
 from eagle_ray.text.structured import check_schema
 
-GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 # A grammar may take this long to compile, its conversion included; another 10 s for a free compiler.
 COMPILE_TIMEOUT_S = 10.0
 MAX_COMPILING = 4  # compilations that run together, those past their time limit included
@@ -64,51 +63,6 @@ STACK_BYTES = 256 << 20
 # bound, embedded:tiny wrote white space to its last token in the first object that a schema asked
 # of it.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarSpec:
-    """The grammar that an output must follow.
-
-    Attributes:
-        kind: one of GRAMMAR_KINDS.
-        source: a JSON schema, a regular expression, a JSON list of strings (choice), or a grammar
-            in Lark's syntax or GBNF; "" for json_object.
-        after: token after whose first occurrence the grammar begins, such as a model's end of
-            thinking. Text before it is free, but the output cannot end there. None applies the
-            grammar to the whole output.
-        param: name of the request's parameter that the source was made from, if it is not `kind`.
-    """
-
-    kind: str
-    source: str = ""
-    after: int | None = None
-    param: str | None = None
-
-    @classmethod
-    def of(cls, sampling: SamplingSettings) -> GrammarSpec | None:
-        """Return the grammar that the sampling parameters request, or None."""
-        response_format = json.loads(sampling.response_format) if sampling.response_format else {}
-        kind = response_format.get("type")
-        if kind == "json_schema":
-            schema = response_format[kind]["schema"]
-            return cls(kind, dump_json(schema, ensure_ascii=False))
-        if kind == "json_object" or sampling.json_object:
-            return cls("json_object")
-        if sampling.choice:
-            return cls("choice", dump_json(list(sampling.choice), ensure_ascii=False))
-        if sampling.json_schema:
-            return cls("json_schema", sampling.json_schema)
-        if sampling.regex:
-            return cls("regex", sampling.regex)
-        if sampling.grammar:
-            return cls("grammar", sampling.grammar)
-        return None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the request's parameter, for errors."""
-        return self.param or self.kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from eagle_ray.assembly.worker_plan import WorkerPlan
 from eagle_ray.batch.driver.input_plan import plan_input, request_rows, requests_of
 from eagle_ray.batch.worker.worker import Worker
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
 from eagle_ray.requests.answers import output_line
 from eagle_ray.requests.row_schema import request_schema, table_of
 from eagle_ray.requests.sequences import sequences_of
 from eagle_ray.runs.run import Run
-from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.text.tokenizer import Tokenizer
 from tests.support.row_invariants import broken_invariants

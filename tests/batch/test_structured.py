@@ -13,10 +13,10 @@ import pytest
 from eagle_ray.batch.driver.input_plan import request_rows
 from eagle_ray.config import load_config
 from eagle_ray.core.errors import ConfigError, RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
 from eagle_ray.requests.batch_lines import parse_batch_line
 from eagle_ray.requests.request_rows import controls_json
 from eagle_ray.requests.sequences import sequences_of
-from eagle_ray.sampling.grammar import GrammarSpec
 from eagle_ray.text.structured import response_format_text
 from tests.support.inputs import TINY, line, plan, request, write
 from tests.support.row_invariants import broken_invariants

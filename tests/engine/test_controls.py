@@ -9,7 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaForCausalLM
 
+from eagle_ray.core.control_state import ControlState, has_controls
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine import controlled_sequences
 from eagle_ray.engine.engine import Engine
@@ -17,8 +19,6 @@ from eagle_ray.engine.reference import PlainOutput, reference_decode
 from eagle_ray.models import graphs as graphs_module
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, has_controls
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from tests.support.engines import SAMPLING, SOME_TREES, assert_equal, mostly_slow, some_prompts
 from tests.support.extent import extent
 from tests.support.operations import watched_step

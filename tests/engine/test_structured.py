@@ -13,7 +13,10 @@ import pytest
 from eagle_ray.assembly.assemble import build_engine
 from eagle_ray.assembly.engine_sizes import EngineArgs
 from eagle_ray.config import SpeculativeConfig
+from eagle_ray.core import grammar_state
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
 from eagle_ray.engine import controlled_sequences
@@ -21,9 +24,7 @@ from eagle_ray.engine import engine as engine_module
 from eagle_ray.engine.reference import reference_decode
 from eagle_ray.planner.budget_planner import BudgetPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling import grammar_state
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
+from eagle_ray.sampling.grammar import GrammarCompiler
 from jobs.bench.simulated_costs import SimulatedPlanner, flat
 from tests.support.engines import (
     SAMPLING,

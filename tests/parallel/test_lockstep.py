@@ -21,6 +21,7 @@ from eagle_ray.assembly.tensor_parallel import Rank
 from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.core.device import StepTimes
 from eagle_ray.core.errors import RankError
+from eagle_ray.core.grammar_spec import GrammarSpec
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.start_log import StartLog
 from eagle_ray.engine.graph_warmup import capture_fixed
@@ -32,7 +33,6 @@ from eagle_ray.planner.cost_model import CostCurve, StepCosts
 from eagle_ray.planner.planner import UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling import grammar
-from eagle_ray.sampling.grammar import GrammarSpec
 from tests.support.checkpoints import published_draft
 from tests.support.engines import RandomPlanner, some_params, some_prompts
 from tests.support.extent import extent

@@ -8,14 +8,14 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from eagle_ray.core.control_state import ControlState, WordIds, has_controls
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_state import pack_tokens, unpack_tokens
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.engine.reference import controlled_logits
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.sampling.adjustments import Adjustments
-from eagle_ray.sampling.control_state import ControlState, WordIds, has_controls
-from eagle_ray.sampling.grammar_state import pack_tokens, unpack_tokens
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 
 VOCAB = 53
 Controls = tuple[SamplingParams, WordIds]

@@ -11,16 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from eagle_ray.assembly.hub import ASSETS
+from eagle_ray.core import parser_budget
 from eagle_ray.core.errors import RequestError
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.grammar_state import GrammarState
 from eagle_ray.sampling import grammar as module
-from eagle_ray.sampling import parser_budget
-from eagle_ray.sampling.grammar import (
-    MAX_GBNF_RULES,
-    MAX_GRAMMAR_CHARS,
-    GrammarCompiler,
-    GrammarSpec,
-)
-from eagle_ray.sampling.grammar_state import GrammarState
+from eagle_ray.sampling.grammar import MAX_GBNF_RULES, MAX_GRAMMAR_CHARS, GrammarCompiler
 from tests.support.schemas import LimitedMatcher
 
 FILE = ASSETS / "tiny" / "target" / "tokenizer.json"

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from eagle_ray.core.control_state import WordIds
 from eagle_ray.core.decode_batch import DecodeBatch, DecodeSlots
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.core.reasoning_budget import ReasoningIds
 from eagle_ray.core.sampling_batch import SamplingBatch
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.core.tree_bounds import TreeBounds
@@ -33,9 +36,6 @@ from eagle_ray.models.quantized_linear import quantize_linears
 from eagle_ray.models.target import PromptBatch, TargetModel, TargetOutput
 from eagle_ray.planner.planner import StepOutcome, UniformPlanner
 from eagle_ray.requests.parameters import SamplingParams
-from eagle_ray.sampling.control_state import WordIds
-from eagle_ray.sampling.grammar import GrammarSpec
-from eagle_ray.sampling.reasoning_budget import ReasoningIds
 from eagle_ray.tree.budget import ranks
 from eagle_ray.tree.draft_tree import DraftTree, VerifyResult, VerifyRows
 from eagle_ray.tree.expand import DraftPlan, TreeBuilder

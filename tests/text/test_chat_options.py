@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.grammar import GrammarCompiler, GrammarSpec
+from eagle_ray.core.grammar_spec import GrammarSpec
+from eagle_ray.sampling.grammar import GrammarCompiler
 from eagle_ray.text.answer_parser import AnswerParser, parse_answer
 from eagle_ray.text.chat_format import TOOL_PARSERS, ChatFormat
 from eagle_ray.text.chat_options import MAX_TOOLS, ChatOptions, needs_grammar, tool_grammar

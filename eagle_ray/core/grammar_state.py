@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.sampling.parser_budget import ParserBudget, ParserCost
+from eagle_ray.core.parser_budget import ParserBudget, ParserCost
 
 MAX_CONTEXT = 3  # tokens
 MAX_GRAMMAR_CONTEXTS = 1 << 18  # kept for one grammar, some 40 MB

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.sampling.grammar_state import (
+from eagle_ray.core.grammar_state import (
     TOKENS_PER_WORD,
     GrammarState,
     Words,
     num_token_words,
     pack_tokens,
 )
-from eagle_ray.sampling.reasoning_budget import ReasoningBudget, ReasoningIds, ReasoningPlace
+from eagle_ray.core.reasoning_budget import ReasoningBudget, ReasoningIds, ReasoningPlace
+from eagle_ray.core.sampling_settings import SamplingSettings
 
 WordIds = tuple[tuple[int, ...], ...]
 """Token id sequences of words. The last id of one cannot be picked where the others stand before it, in prompt or
