@@ -41,20 +41,14 @@ assembly
 evaluation port
 batch.worker
 batch batch.driver training.job
-api doctor serve
-serve.batches
-serve.openapi
-serve.app
-serve.deployment
+serve.http
+api doctor serve.batches
+serve
 cli lm_eval
 """
 LEVEL = {name: level for level, line in enumerate(ORDER.split("\n")) for name in line.split()}
-UPWARDS = {  # module: (why modules below its level import it today, those modules); this only shrinks
-}
 MAX_IMPORTS_OF_A_STEP = 12  # of the four that batch.driver.run calls in turn
 MAX_IMPORTS = 20  # modules of our own that one module imports
-MANY_IMPORTS = {  # module: how many it imports today; a number only falls
-}
 FAMILIES = [  # modules with functions of one name and meaning, of which another picks one
     r"storage\.(local|remote|s3)",
     r"(kernels|attention)\.\w+|sampling\.sampler|methods\.coupling",  # a kernel, and its form in torch
@@ -62,9 +56,6 @@ FAMILIES = [  # modules with functions of one name and meaning, of which another
     r"cli\.main|lm_eval",
 ]
 HOMONYMS = {"load_config", "run_job", "settle"}  # of two modules; this only shrinks
-MUTUAL = """
-serve-serve.batches
-"""  # folders that import each other, whose modules have levels of their own above; this only shrinks
 SHARED_NAMES = ["run"]  # of the driver's command and of the class Run; this only shrinks
 ROLES = {
     "heads",
@@ -171,15 +162,7 @@ def test_every_package_has_a_level():
 
 
 def test_packages_and_sub_packages_import_downwards_only():
-    allowed = {
-        (module, other) for other, (_, modules) in UPWARDS.items() for module in modules.split()
-    }
-    found = upwards()
-    wrong = [f"eagle_ray.{a} must not import eagle_ray.{b}" for a, b in sorted(found - allowed)]
-    wrong += [
-        f"take {a} out of UPWARDS[{b!r}]: it does not import it" for a, b in sorted(allowed - found)
-    ]
-    assert not wrong
+    assert not [f"eagle_ray.{a} must not import eagle_ray.{b}" for a, b in sorted(upwards())]
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -193,13 +176,13 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not left
 
 
-def test_folders_import_each_other_only_where_listed():
+def test_no_folders_import_each_other():
     folders = {
         (folder(module), folder(other))
         for module, others in all_imports().items()
         for other in others
     }
-    assert {f"{a}-{b}" for a, b in folders if a < b and (b, a) in folders} == set(MUTUAL.split())
+    assert not {f"{a}-{b}" for a, b in folders if a < b and (b, a) in folders}
 
 
 def folder(module: str) -> str:
@@ -229,10 +212,9 @@ def test_functions_of_one_name_are_of_one_protocol():
 
 
 def test_no_module_imports_too_many_others():
-    many = {
+    assert not {
         module: len(others) for module, others in all_imports().items() if len(others) > MAX_IMPORTS
     }
-    assert many == MANY_IMPORTS
 
 
 @pytest.mark.parametrize("step", ["job_plan", "claim", "execute", "settle"])

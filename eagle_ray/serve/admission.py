@@ -32,7 +32,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
 
 MAX_SHARE = 3  # a key holds at most three times what is free: a flood of one key leaves a quarter to the others
 NUM_RELEASES = 64  # recent releases, from which the wait of a refused request is estimated

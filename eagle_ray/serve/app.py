@@ -42,10 +42,10 @@ from eagle_ray.serve.access import AllowedHosts
 from eagle_ray.serve.batches.batch_routes import batch_routes
 from eagle_ray.serve.batches.batch_store import BatchStore
 from eagle_ray.serve.endpoint_metrics import SharedScrape, Snapshot
-from eagle_ray.serve.http_answers import ApiError, api_error, is_typed
+from eagle_ray.serve.http.http_answers import ApiError, api_error, is_typed
+from eagle_ray.serve.http.request_body import ClientDisconnected, read_body
 from eagle_ray.serve.openapi import openapi_body
 from eagle_ray.serve.proxy_errors import AcknowledgeBody
-from eagle_ray.serve.request_body import ClientDisconnected, read_body
 from eagle_ray.serve.score_routes import answer_scores
 from eagle_ray.serve.service import GenerationClass, Service
 

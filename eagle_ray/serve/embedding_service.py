@@ -20,7 +20,7 @@ from eagle_ray.requests.embeddings import EmbeddingMaker
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.admission import Reservation
 from eagle_ray.serve.generation_request import GenerationRequest
-from eagle_ray.serve.http_answers import ApiError, json_body
+from eagle_ray.serve.http.http_answers import ApiError, json_body
 from eagle_ray.serve.service import Service
 
 EMBEDS_ONLY = (

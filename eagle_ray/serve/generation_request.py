@@ -42,7 +42,7 @@ from eagle_ray.requests.scored_prompts import scored_choices
 from eagle_ray.requests.sequence_answers import AnswerReader, Choice, Prompt, RequestAnswers
 from eagle_ray.requests.sequences import SequenceMaker, begins_with_choice
 from eagle_ray.serve.admission import Reservation
-from eagle_ray.serve.http_answers import ApiError, api_error, typed_form
+from eagle_ray.serve.http.http_answers import ApiError, api_error, typed_form
 from eagle_ray.text.chat_options import NO_OPTIONS, ChatOptions, needs_grammar
 from eagle_ray.text.tokenizer import Tokenizer
 

@@ -39,7 +39,7 @@ from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
 from eagle_ray.requests.values import Json, Kind, Object
 from eagle_ray.serve.batches.batch_models import EXPIRES_AFTER, BatchBody
 from eagle_ray.serve.batches.batch_routes import OPERATIONS, BatchOperation
-from eagle_ray.serve.http_answers import json_body
+from eagle_ray.serve.http.http_answers import json_body
 from eagle_ray.text.structured import KEY_BY_VLLM_NAME
 
 AT = "#/components/schemas/"

@@ -44,7 +44,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from eagle_ray.core.json_text import dump_json
-from eagle_ray.serve.http_answers import ApiError, event
+from eagle_ray.serve.http.http_answers import ApiError, event
 
 log = logging.getLogger("eagle_ray")
 # A busy machine takes tenths of a second to answer; Kubernetes waits for one second by default.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from eagle_ray.core.sequence import check_length
 from eagle_ray.requests.openai_bodies import errors_of_item
 from eagle_ray.requests.score_bodies import RerankRequest, ScoreRequest
-from eagle_ray.serve.http_answers import ApiError, json_body
+from eagle_ray.serve.http.http_answers import ApiError, json_body
 from eagle_ray.serve.service import Service
 
 NO_SCORES = (

@@ -48,8 +48,8 @@ from eagle_ray.serve.generation_request import (
     num_tokens,
     prepare_generation,
 )
-from eagle_ray.serve.http_answers import END_OF_STREAM, ApiError, api_error, event, json_body
-from eagle_ray.serve.request_body import body_too_large, check_containers, parse
+from eagle_ray.serve.http.http_answers import END_OF_STREAM, ApiError, api_error, event, json_body
+from eagle_ray.serve.http.request_body import body_too_large, check_containers, parse
 from eagle_ray.text.null_tokenizer import NullTokenizer
 from eagle_ray.text.tokenizer import Tokenizer
 

@@ -42,7 +42,8 @@ OTHER_LISTS = {
     "requests/response_answers.py": "keys of a response",
     "requests/row_schema.py": "columns that runs of earlier versions lack",
     "text/structured.py": "vLLM's names",
-    "sampling/grammar.py": "kinds of grammars",
+    "core/grammar_spec.py": "kinds of grammars",
+    "sampling/grammar.py": "limits of each kind of grammar",
     "serve/generation_request.py": "keys of a response",
     "text/chat_options.py": "arguments of transformers that are no values of a template",
 }

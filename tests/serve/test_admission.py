@@ -11,7 +11,7 @@ from eagle_ray.config import load_serve_config
 from eagle_ray.serve.access import ApiKeys
 from eagle_ray.serve.admission import Admission, FairQueue, Reservation
 from eagle_ray.serve.app import build_app
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
 from eagle_ray.serve.service import Service
 from tests.support.serving import exchange, post
 from tests.support.toy_models import llama_engine

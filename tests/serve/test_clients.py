@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 
 from eagle_ray.requests import answer_models
 from eagle_ray.requests.openai_bodies import ChatRequest
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
+from eagle_ray.serve.http.request_body import parse
 from eagle_ray.serve.openapi import openapi
-from eagle_ray.serve.request_body import parse
 from tests.support.serving import get, post
 
 httpx2, openai, schemathesis = map(

@@ -17,8 +17,8 @@ from eagle_ray.requests.openai_bodies import TokenizeRequest
 from eagle_ray.requests.parameters import Api
 from eagle_ray.requests.refused import REFUSED, Refused, is_no_op, refused_at
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.http_answers import ApiError, api_error
-from eagle_ray.serve.request_body import parse
+from eagle_ray.serve.http.http_answers import ApiError, api_error
+from eagle_ray.serve.http.request_body import parse
 from eagle_ray.serve.service import LINE_KINDS
 
 openai = pytest.importorskip("openai")

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from eagle_ray.serve import http_answers
-from eagle_ray.serve.http_answers import event, json_body, json_parts
-from eagle_ray.serve.request_body import parse
+from eagle_ray.serve.http import http_answers
+from eagle_ray.serve.http.http_answers import event, json_body, json_parts
+from eagle_ray.serve.http.request_body import parse
 from tests.support.serving import get, post
 
 TEXT = "/v1/completions"

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
-from eagle_ray.serve import request_body
-from eagle_ray.serve.http_answers import ApiError, event
-from eagle_ray.serve.request_body import MAX_CONTAINERS, MAX_VALUES, check_containers, parse
+from eagle_ray.serve.http import request_body
+from eagle_ray.serve.http.http_answers import ApiError, event
+from eagle_ray.serve.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_containers, parse
 from tests.support.serving import exchange, get, post, request
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

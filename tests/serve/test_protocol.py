@@ -13,9 +13,9 @@ from eagle_ray.requests.openai_bodies import (
     TokenizeRequest,
 )
 from eagle_ray.requests.parameters import MAX_DETOKENIZED
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
+from eagle_ray.serve.http.request_body import parse
 from eagle_ray.serve.openapi import openapi
-from eagle_ray.serve.request_body import parse
 from eagle_ray.text.strict_json import JsonError
 from eagle_ray.text.structured import MAX_TEXT_CHARS, schema_text
 

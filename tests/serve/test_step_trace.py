@@ -10,7 +10,7 @@ from eagle_ray.core.counters import AcceptanceStats
 from eagle_ray.requests.openai_bodies import ChatRequest, CompletionRequest
 from eagle_ray.requests.sequence_answers import ChoiceChunks
 from eagle_ray.serve.generation_request import prepare_generation
-from eagle_ray.serve.request_body import parse
+from eagle_ray.serve.http.request_body import parse
 from tests.support.serving import CHAT, FRANCE, TEXT, post
 
 ASKS = {"stream": True, "stream_options": {"include_steps": True, "include_usage": True}}

@@ -39,8 +39,8 @@ from eagle_ray.serve.batches.batch_models import (
 )
 from eagle_ray.serve.batches.batch_store import BATCHES_PATH_KEY, BatchStore
 from eagle_ray.serve.batches.file_store import PURPOSE, FileStore, check_room, receive_upload
-from eagle_ray.serve.http_answers import ApiError
-from eagle_ray.serve.request_body import parse, read_body
+from eagle_ray.serve.http.http_answers import ApiError
+from eagle_ray.serve.http.request_body import parse, read_body
 
 OwnerOf = Callable[[Request], str]
 """The owner that a request's API key names. Raises ApiError for an unknown key."""

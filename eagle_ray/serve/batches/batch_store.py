@@ -26,7 +26,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.runs.run import Run
 from eagle_ray.serve.batches.batch_models import BATCH, BatchRecord, is_id
 from eagle_ray.serve.batches.file_store import FileStore, listed_ids
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath, json_bytes, read_json, read_json_object
 
 BATCHES_PATH_KEY = "serving.batches.path"

@@ -41,8 +41,8 @@ from eagle_ray.serve.batches.batch_models import (
     is_id,
     new_id,
 )
-from eagle_ray.serve.http_answers import ApiError, api_error
-from eagle_ray.serve.request_body import ClientDisconnected, check_encoding
+from eagle_ray.serve.http.http_answers import ApiError, api_error
+from eagle_ray.serve.http.request_body import ClientDisconnected, check_encoding
 from eagle_ray.storage.path import StoragePath, read_json_object
 
 UPLOAD_CHUNK_BYTES = 8 << 20

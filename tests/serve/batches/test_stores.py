@@ -22,7 +22,7 @@ from eagle_ray.serve.batches.line_answers import (
     read_answers,
     response_answer,
 )
-from eagle_ray.serve.http_answers import ApiError
+from eagle_ray.serve.http.http_answers import ApiError
 from eagle_ray.storage.path import StoragePath
 from tests.support.batches import OLD, answer, claimed, write
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from eagle_ray.core.errors import RequestError
 from eagle_ray.requests.openai_bodies import BodyClass
-from eagle_ray.serve.http_answers import ApiError, api_error
+from eagle_ray.serve.http.http_answers import ApiError, api_error
 from eagle_ray.text.strict_json import HalfSurrogate, parse_json
 
 MAX_CONTAINERS = 1 << 16  # objects and lists of a body; a conversation of more fits no model
