@@ -10,7 +10,7 @@
 //
 // A pass over a model is one region with a barrier between its steps. Waiting members spin for a bounded time and then
 // yield, so that another process on the same core delays them by its own time and not by a multiple of it. Between
-// regions members fall asleep. While one thread of the process is in a region, another thread's region runs on that
+// regions members wait in the same way for the next one, and fall asleep after 2 ms. While one thread of the process is in a region, another thread's region runs on that
 // thread alone: two engines never have more threads than the team has.
 
 #pragma once
