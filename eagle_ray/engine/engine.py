@@ -636,10 +636,15 @@ class Engine:
         num_accepted = int(output.num_accepted.sum())
         new_tokens = output.token_lists()
         has_end = contain_any(new_tokens, pending.batch.sampling.end_ids)
+        failed = set(np.flatnonzero(~output.is_finite).tolist())
         for i in running:
             sequence = sequences[i]
             tokens = new_tokens[i]
-            is_last = has_end[i] or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
+            is_last = (
+                i in failed
+                or has_end[i]
+                or len(sequence.output_ids) + len(tokens) >= sequence.max_tokens
+            )
 
             # Most sequences need no check of their tokens; this loop is host time of every step.
             if not is_last and sequence.is_simple:
@@ -656,7 +661,9 @@ class Engine:
                 logprobs = output.logprobs[i, : len(tokens)].tolist()
                 record_outputs(sequence, logprobs, likeliest)
             num_appended = self._append(sequence, tokens)
-            num_accepted -= len(tokens) - max(num_appended, 1)
+            num_accepted -= max(len(tokens), 1) - max(num_appended, 1)
+            if i in failed and sequence.status is SequenceStatus.RUNNING:
+                self._fail(sequence)
         return num_accepted
 
     def finish_prefill(self, prefill: Prefill | None) -> None:
@@ -667,6 +674,9 @@ class Engine:
         tokens = list(prefill.read())
         self.lockstep.check(lambda: crc32(repr([token for _, token in tokens]).encode()))
         for sequence, token in tokens:
+            if token is None:
+                self._fail(sequence)
+                continue
             is_scored = sequence.status is SequenceStatus.SCORING
             self._append(sequence, [token])
             if is_scored:
@@ -689,6 +699,15 @@ class Engine:
             sequence.status = SequenceStatus.FINISHED
             sequence.finished_at = time.monotonic()
         self.counters.prefill_s += time.monotonic() - now
+
+    def _fail(self, sequence: Sequence) -> None:
+        """End a sequence for which the target computed no finite logits, with an error."""
+        sequence.error = RequestError(
+            "not_finite",
+            "the target computes what is no number (NaN) or infinite. Set model.dtype to float32",
+        )
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finished_at = time.monotonic()
 
     def _append(self, sequence: Sequence, tokens: list[int]) -> int:
         """Commit tokens and return how many were kept. Tokens past the sequence's end are discarded."""

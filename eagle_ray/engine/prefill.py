@@ -174,7 +174,9 @@ class Prefill:
         tops: tuple[Tensor, ...] = ()
         if num_tops:
             tops = likeliest(logits, num_tops)
-        self._copy = DeviceToHost(tokens, logprobs, *tops)
+        is_finite = logits.amax(-1).isfinite()
+        sampled = torch.where(is_finite, tokens, -1)
+        self._copy = DeviceToHost(sampled, logprobs, *tops)
         self._set_ended(tokens)
 
     def _set_ended(self, tokens: Int[Tensor, " P"]) -> None:
@@ -206,13 +208,19 @@ class Prefill:
             resumed_roots = to_device(last_tokens, tokens.device)
             self.roots = torch.cat([self.roots, resumed_roots])
 
-    def read(self) -> Iterator[tuple[Sequence, int]]:
-        """Yield each sequence with its first token, whose log-probabilities are recorded if requested."""
+    def read(self) -> Iterator[tuple[Sequence, int | None]]:
+        """Yield each sequence with its first token, whose log-probabilities are recorded if requested.
+
+        The token is None if the target computed no finite logits.
+        """
         tokens, logprobs, *tops = self._copy.read()
         likeliest_of = paired(*tops) if tops else [[] for _ in tokens]
         each = zip(self.sequences, tokens, logprobs, likeliest_of, strict=True)
         for sequence, token, logprob, top in each:
             sequence.first_token_at = time.monotonic()
+            if token < 0:
+                yield sequence, None
+                continue
             record_outputs(sequence, [logprob], [top])
             yield sequence, token
 

@@ -87,6 +87,9 @@ class StepOutput:
         confidences: ConfidenceCounts, first of drafted, then of calibrated probabilities.
         trees: checksums of the verified trees (DraftTree.sums); no column in a plain step.
         logprobs: log-probabilities of the tokens; no columns if not requested.
+        num_tokens: number of new tokens: those up to the first node of the accepted path for which
+            the target computed no finite number.
+        is_finite: whether there is no such node.
     """
 
     num_accepted: Int[np.ndarray, " B"]
@@ -95,6 +98,8 @@ class StepOutput:
     confidences: Int[np.ndarray, "B C"]
     trees: Int[np.ndarray, "B _"]
     logprobs: Float[np.ndarray, "B _"]
+    num_tokens: Int[np.ndarray, " B"]
+    is_finite: Bool[np.ndarray, " B"]
 
     @classmethod
     def of(cls, record: Int[np.ndarray, "B X"], max_depth: int) -> StepOutput:
@@ -106,19 +111,24 @@ class StepOutput:
         confidences = by_depth + max_depth
         trees = confidences + num_counts
         bits = trees + num_sums
+        stated = record[:, 0]
+        is_finite = stated >= 0
+        num_tokens = np.where(is_finite, stated + 1, -1 - stated)
         return cls(
-            num_accepted=record[:, 0],
+            num_accepted=np.maximum(num_tokens - 1, 0),
             tokens=record[:, tokens:by_depth],
             drafted_by_depth=record[:, by_depth:confidences],
             confidences=record[:, confidences:trees],
             trees=record[:, trees:bits],
             logprobs=record[:, bits:].astype(np.int32).view(np.float32),
+            num_tokens=num_tokens,
+            is_finite=is_finite,
         )
 
     def token_lists(self) -> list[list[int]]:
         """Return each sequence's new tokens."""
-        num_tokens = (self.num_accepted + 1).tolist()
-        return [row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)]
+        counts = self.num_tokens.tolist()
+        return [row[:count] for row, count in zip(self.tokens.tolist(), counts, strict=True)]
 
 
 def contain_any(token_lists: list[list[int]], token_ids: Collection[int]) -> list[bool]:
@@ -330,18 +340,26 @@ class UnflushedStats:
 
 
 def step_record(
-    tree: DraftTree, result: VerifyResult, max_depth: int, logprobs: Float[Tensor, "B D1"] | None
+    tree: DraftTree,
+    result: VerifyResult,
+    max_depth: int,
+    logprobs: Float[Tensor, "B D1"] | None,
+    is_finite: Bool[Tensor, "B D1"],
 ) -> Int[Tensor, "B X"]:
     """Pack all results of a step that the host needs into one integer tensor, for one copy.
 
     Columns, in this order:
 
-        num_accepted                                    [1]
+        num_accepted, or -1 - the number of finite nodes [1]
         tokens                                          [D+1]
         verified nodes by depth                         [D]           if there are drafts
         ConfidenceCounts, as drafted and as calibrated  [NUM_COUNTS]  if there are drafts
         DraftTree.sums                                  [1]           if there are drafts
         bits of the log-probabilities                   [D+1]         if requested
+
+    Args:
+        is_finite: whether the target computed finite numbers for each node of the accepted path; the
+            root's in place of padding.
     """
     parts: list[Tensor] = []
     if max_depth and tree_ops.available(tree.tokens.device):
@@ -352,7 +370,10 @@ def step_record(
         parts += _record_parts(tree, result, max_depth)
     if logprobs is not None:
         parts.append(logprobs.view(torch.int32).long())
-    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    record = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+    num_finite = is_finite.cumprod(1).sum(1)
+    record[:, 0] = torch.where(is_finite.all(1), result.num_accepted, -1 - num_finite)
+    return record
 
 
 def _record_parts(

@@ -107,6 +107,7 @@ class TargetPass:
         sampling: sampling parameters of the batch, padded likewise.
         logits: logits of the target for each row; None if no part of the step needs them.
         likeliest: argmax of the logits if these are None.
+        is_finite: whether each row's hidden state is finite; None if logits say it.
         features: hidden states that the draft reads, for each row.
         prompted: output for prompt chunks in this pass.
     """
@@ -119,6 +120,7 @@ class TargetPass:
     features: Float[Tensor, "R H"]
     prompted: TargetOutput | None
     likeliest: Int[Tensor, " R"] | None = None
+    is_finite: Bool[Tensor, " R"] | None = None
 
 
 class FixedPass(NamedTuple):
@@ -206,6 +208,7 @@ def target_pass(
     mark()
     logits: Tensor | None = None
     likeliest: Tensor | None = None
+    is_finite: Tensor | None = None
     prompted = None
     if step.prompts is not None:
         output, prompted = target.forward_mixed(tree, rows, at, shape.max_depth, step.prompts)
@@ -216,6 +219,7 @@ def target_pass(
     else:
         passed = target.verify_likeliest(tree, rows, at, shape.max_depth)
         likeliest, features = passed.tokens, passed.features
+        is_finite = passed.is_finite
     mark()
     return TargetPass(
         at=at,
@@ -226,6 +230,7 @@ def target_pass(
         features=features,
         prompted=prompted,
         likeliest=likeliest,
+        is_finite=is_finite,
     )
 
 
@@ -239,6 +244,7 @@ def accept_and_commit(
     """Sample after every row and commit the accepted paths.
 
     Log-probabilities come from the target's own logits, without controls, as vLLM's do by default.
+    A NaN is the highest logit of its row, so the logit of the row's token is finite if all are.
 
     Args:
         adjusted: tokens of rows with controls, from ControlledRows.picks.
@@ -252,6 +258,10 @@ def accept_and_commit(
         assert logits is not None, "a pass has one or the other"
         # Padded rows belong to no sequence; they sample as the first one, and no path reads them.
         picks = sample(logits, passed.sampling, rows.seq.clamp(min=0), rows.positions + 1)
+    is_finite = passed.is_finite
+    if is_finite is None:
+        assert logits is not None, "a pass has one or the other"
+        is_finite = logits.gather(1, picks[:, None])[:, 0].isfinite()
     if adjusted is not None:
         picks = torch.where(adjusted >= 0, adjusted, picks)
 
@@ -264,7 +274,8 @@ def accept_and_commit(
     if shape.logprobs:
         assert logits is not None, "log-probabilities need them"
         logprobs, tops = _path_log_probs(rows, logits, result, shape.num_tops)
-    record = step_record(tree, result, shape.max_depth, logprobs)
+    path_rows = rows.row_of.gather(1, result.accepted_nodes.clamp(min=0))
+    record = step_record(tree, result, shape.max_depth, logprobs, is_finite[path_rows])
     return VerifyStepOutput(result, record, tops, passed.prompted)
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -114,10 +114,12 @@ class LikeliestOutput:
     Attributes:
         tokens: argmax of the logits after each row.
         features: features of each row, as a drafter reads them.
+        is_finite: whether the hidden state of each row is finite.
     """
 
     tokens: Int[Tensor, " R"]
     features: Float[Tensor, "R F"]
+    is_finite: Bool[Tensor, " R"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ class TargetModel:
         assert self._argmax is not None, "see finds_likeliest"
         layout = rows_metadata(self.cache, batch, tree, rows, max_depth)
         hidden, features = self._run(rows.tokens, rows.positions, layout)
-        return LikeliestOutput(self._argmax(hidden), features)
+        is_finite = hidden.sum(-1).isfinite()
+        return LikeliestOutput(self._argmax(hidden), features, is_finite)
 
     def forward_mixed(
         self,

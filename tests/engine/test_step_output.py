@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from eagle_ray.core.counters import CONFIDENCE_BINS, AcceptanceStats, ConfidenceCounts
@@ -19,7 +20,7 @@ from eagle_ray.engine.step import (
 )
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.tree.accepted_path import accept_path
-from eagle_ray.tree.draft_tree import DraftTree
+from eagle_ray.tree.draft_tree import DraftTree, VerifyResult
 from tests.support.toy_models import random_tree
 
 SLOTS, DEPTH = 6, 3
@@ -88,10 +89,28 @@ def test_adding_arrays_is_counting_sequence_by_sequence(monkeypatch):
 
 def test_the_tokens_of_a_step_are_those_up_to_the_bonus_token():
     tokens, nothing = np.array([[7, 8, 9], [8, 7, 7], [5, 6, 7]]), np.zeros((3, 0), dtype=int)
-    output = StepOutput(np.array([1, 0, 2]), tokens, nothing, nothing, nothing, nothing)
+    accepted = np.array([1, 0, 2])
+    is_finite = np.ones(3, dtype=bool)
+    output = StepOutput(
+        accepted, tokens, nothing, nothing, nothing, nothing, accepted + 1, is_finite
+    )
     assert output.token_lists() == [[7, 8], [8], [5, 6, 7]]
     assert contain_any(output.token_lists(), {7, 9}) == [True, False, True]
     assert contain_any(output.token_lists(), ()) == [False] * 3
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_tokens_behind_a_node_that_is_not_finite_are_left_out(first):
+    tree = DraftTree.of_roots(torch.tensor([4, 4]))
+    result = VerifyResult(
+        torch.tensor([[0, 1, 2], [0, 1, -1]]), torch.tensor([2, 1]), torch.tensor([[5, 6, 7]] * 2)
+    )
+    is_finite = torch.ones(2, 3, dtype=torch.bool)
+    is_finite[0, first] = False
+    record = step_record(tree, result, 0, None, is_finite)
+    output = StepOutput.of(record.numpy(), 2)
+    assert output.is_finite.tolist() == [False, True]
+    assert output.token_lists() == [[5, 6, 7][:first], [5, 6]]
 
 
 def test_the_counts_of_a_record_are_those_of_torch():
@@ -103,7 +122,9 @@ def test_the_counts_of_a_record_are_those_of_torch():
         tree, tree.pack(torch.zeros(len(trees), dtype=torch.int64), len(picks)), picks, depth
     )
     wanted = torch.cat(node_counts(tree, result, depth), 1)
-    record = step_record(tree, result, depth, None)
+    record = step_record(
+        tree, result, depth, None, torch.ones_like(result.tokens, dtype=torch.bool)
+    )
     known = torch.cat([result.num_accepted[:, None], result.tokens], 1)
     assert torch.equal(record[:, : depth + 2], known)
     assert torch.equal(record[:, -1], tree.sums())
