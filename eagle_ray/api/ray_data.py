@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from eagle_ray.api.python_arguments import ConfigLike, job_config
-from eagle_ray.batch.driver.run import run_job as run_job_of
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.batch.driver.signals import interruptible
 from eagle_ray.config import JobConfig
 from eagle_ray.core.start_log import configure_logging
@@ -82,7 +82,7 @@ def run_job(config: ConfigLike, retry_errors: bool = False) -> dict[str, Any]:
     job = job_config(config)
     configure_logging(job.logging.level)
     with interruptible():
-        return run_job_of(job, retry_errors)
+        return complete_job(job, retry_errors)
 
 
 def _dataset_config(config: ConfigLike, output_path: str) -> JobConfig:

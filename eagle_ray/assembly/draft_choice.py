@@ -43,7 +43,7 @@ from eagle_ray.methods.method import (
     draft_requirement,
     reads_draft,
 )
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.storage.model_files import CONFIG
 from eagle_ray.storage.store import StorageError
 
@@ -135,7 +135,7 @@ class DraftSearch:
     def _fits(self, name: str, head: Path) -> bool:
         """Return whether a head can be used with the target, by its headers. If not, note why."""
         try:
-            check_drafts(self.method, [head], load_config(self.directory))
+            check_drafts(self.method, [head], read_model_config(self.directory))
         except (EngineError, ConfigError) as error:
             self.rejected.append(f"{name}: {one_line(error)}")
             return False

@@ -36,7 +36,7 @@ from eagle_ray.methods.combine.drafter import check_drafts
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.head_files import check_safetensors
 from eagle_ray.methods.method import ALL_TOKENS, draft_requirement, reads_draft
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.supported_models import max_exact_position, max_position
 from eagle_ray.storage.cache_directory import cache_home
 from eagle_ray.storage.datastore import check_datastore
@@ -319,7 +319,7 @@ def unavailable_models(
 def _target_config(model: ModelConfig) -> Any:
     """Return the target's config, of the model's own class."""
     try:
-        return load_config(download_metadata(model.target, "target"))
+        return read_model_config(download_metadata(model.target, "target"))
     except EngineError as error:
         raise ConfigError(f"model.target: {error}") from error
 

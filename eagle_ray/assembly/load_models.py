@@ -41,7 +41,7 @@ from eagle_ray.models.loader import (
     auto_dtype,
     eos_ids,
     load_causal_lm,
-    load_config,
+    read_model_config,
     set_eos_ids,
 )
 from eagle_ray.models.packed_linear import (
@@ -92,10 +92,10 @@ def load_target(
     is_spread = device == "cuda" and args.num_gpus > 1
     path = download(model.target, "target")
     if is_spread:
-        check_spread(load_config(path), int(args.num_gpus))
+        check_spread(read_model_config(path), int(args.num_gpus))
     dtype = _dtype(model.dtype, device, path, model.quantization)
     rounds = model.quantization == "fp8"
-    if rounds and (reason := why_not_rounded(path, load_config(path))) is not None:
+    if rounds and (reason := why_not_rounded(path, read_model_config(path))) is not None:
         raise ConfigError(f"model.quantization: fp8 is for {reason}.")
     with start.part("read", f"reading the target's weights: {_gigabytes(path)} from {path}"):
         # Asks for what the stored weights stand for, at its full precision.
@@ -263,7 +263,7 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
         return torch.bfloat16
     if name != "auto":
         wanted: torch.dtype = getattr(torch, name)
-        dtype = activation_dtype(wanted, load_config(path), path, device)
+        dtype = activation_dtype(wanted, read_model_config(path), path, device)
         if dtype is not wanted:
             log.info(
                 "model.dtype: float32 in place of %s, in which a quantised target is not exact on this CPU",
@@ -272,7 +272,7 @@ def _dtype(name: str, device: str, path: Path, quantization: str = "none") -> to
         return dtype
     if device != "cpu":
         return "auto"
-    dtype, reason = auto_dtype(load_config(path), path, device)
+    dtype, reason = auto_dtype(read_model_config(path), path, device)
     log.info("model.dtype auto: %s on this CPU (%s)", str(dtype).removeprefix("torch."), reason)
     return dtype
 
@@ -296,7 +296,7 @@ def why_no_room(model: ModelConfig, num_ranks: int = 1) -> str | None:
     Only the GPU's size counts, not its free memory: reading that would allocate some on each GPU.
     """
     path = download(model.target, "target")
-    config = load_config(path)
+    config = read_model_config(path)
     needed = target_bytes_of(
         path, config, planned_dtype(model, "cuda", path, config), "cuda", model, num_ranks
     )

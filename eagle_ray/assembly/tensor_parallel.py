@@ -35,7 +35,7 @@ from eagle_ray.engine.engine import Engine
 from eagle_ray.engine.graph_warmup import capture, capture_pairs
 from eagle_ray.kernels.availability import together, turn_off, use_triton
 from eagle_ray.methods.method import reads_draft
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.sharded_checkpoint import inputs_together, why_unread
 from eagle_ray.parallel.followers import Followers, FollowerStart, be_follower
 from eagle_ray.parallel.lockstep import Follower, Leader, Lockstep
@@ -121,7 +121,7 @@ def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineAr
         return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
     target = SharedTarget(
-        model, path, load_config(path), reads_draft(speculative.merged_methods, model.drafts)
+        model, path, read_model_config(path), reads_draft(speculative.merged_methods, model.drafts)
     )
     return target.num_ranks(args, num_seen, torch.cuda.get_device_name, partial(why_no_room, model))
 

@@ -28,7 +28,7 @@ from eagle_ray.methods.eagle.checkpoint import is_eagle3
 from eagle_ray.methods.head_contents import HeadContents
 from eagle_ray.methods.head_directory import OF_PATH_HEADS, check_directory, is_model
 from eagle_ray.methods.head_files import SPECULATORS, read_config, read_headers, without_nulls
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.report.text import counted
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -139,7 +139,7 @@ def check_head(path: Path, target_name: str | None) -> HeadReport:
 
 def _target_config(name: str) -> Any:
     try:
-        return load_config(download_metadata(name, "target")).get_text_config(decoder=True)
+        return read_model_config(download_metadata(name, "target")).get_text_config(decoder=True)
     except (EngineError, ConfigError) as error:
         text = str(error).removeprefix("model.target: ")
         raise ConfigError(f"--target: {text}") from error

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import PurePath
 from typing import Any
 
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.cli.arguments import check_comparable
 from eagle_ray.config import JobConfig
 from eagle_ray.config.load import load_config
@@ -57,11 +57,11 @@ def engine_jobs(
 
 
 def run_engines(jobs: Mapping[str, JobConfig]) -> list[dict[str, Any]]:
-    """Run the jobs one after the other, and return the results of each. Raises as `run_job` does."""
+    """Run the jobs one after the other, and return the results of each. Raises as `complete_job` does."""
     runs: list[EngineRun] = []
     for name, config in jobs.items():
         log.info("%s: %s", name, config.output.path)
-        summary = run_job(config)
+        summary = complete_job(config)
         model = config.model.target if config.engine.is_own else config.engine.model
         read = partial(read_tables, data_of(output_of(config)))
         runs.append(EngineRun(name, config.engine.kind, str(model), summary, read))

@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_ray.batch.driver.run import ending_of, log, run_job
+from eagle_ray.batch.driver.job_run import complete_job, ending_of, log
 from eagle_ray.batch.driver.status import write_report
 from eagle_ray.cli.live_demo import LiveResult, answer_live
 from eagle_ray.cli.report_run import load_summary
@@ -107,7 +107,7 @@ def _demo(output: StoragePath) -> str:
     live = answer_live(config, _write, LIVE_PER_CATEGORY)
     _write(f"\n{_live_text(live)}\n\n")
     log.info("all questions as a job, into %s", output.display_path)
-    summary = run_job(config)
+    summary = complete_job(config)
     _report_live(output, live)
     return "\n\n".join(
         [run_table(summary), _where(output), f"{time.monotonic() - started:.0f} s in all"]

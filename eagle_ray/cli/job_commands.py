@@ -90,8 +90,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> int:
     config = config_of(args)
     from eagle_ray.batch.driver.auto_restart import keep_going, write_ending
+    from eagle_ray.batch.driver.job_run import run_to_end
     from eagle_ray.batch.driver.on_finish import tell
-    from eagle_ray.batch.driver.run import run_to_end
     from eagle_ray.core.child_process import end_with_parent
 
     if args.keep_going:

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from eagle_ray.assembly.hub import load_tokenizer
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.batch.driver.ray_environment import prepare_ray_environment
-from eagle_ray.batch.driver.run import run_job
 from eagle_ray.config import JobConfig, TrainConfig, load_config
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.json_text import dump_json
@@ -129,7 +129,7 @@ def _answer_prompts(config: TrainConfig) -> str:
     }
     job = batch_job(config, prompts, output / ANSWERS, sampling)
     log.info("the target answers the prompts of %s into %s", prompts.display_path, job.output.path)
-    run_job(job)
+    complete_job(job)
     return job.output.path
 
 
@@ -187,7 +187,7 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
     }
     job = batch_job(config, source, output / USER_TURNS, sampling)
     log.info("the target writes %d user turns", turns.count)
-    run_job(job)
+    complete_job(job)
     tables = read_tables(
         StoragePath.of(job.output.path) / DATA, ["request_id", "text", "finish_reason"]
     )

@@ -24,7 +24,7 @@ from eagle_ray.core.errors import ConfigError, EngineError
 from eagle_ray.doctor.finding import Finding
 from eagle_ray.kernels.cpu_ops import quantized_path
 from eagle_ray.methods.method import AUTO, reads_draft
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.quantized_model import (
     RESTORED,
     has_mxfp4,
@@ -87,7 +87,7 @@ def pair_here(config: JobConfig) -> tuple[Finding, PairHere | None]:
     try:
         model = config.model.model_copy(update={"target": str(target_path), "draft": local})
         check_models(model, config.speculative)
-        shape = load_config(target_path)
+        shape = read_model_config(target_path)
     except (ConfigError, EngineError) as error:
         return unusable(error)
 

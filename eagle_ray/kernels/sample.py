@@ -34,7 +34,7 @@ from eagle_ray.kernels.topk_topp import (
     peak_of,
     retained_ties,
     scores_of,
-    settle,
+    settle_limits,
     ties,
 )
 
@@ -151,7 +151,7 @@ class SampleRows:
 
         floors = torch.empty(self.num_rows, dtype=torch.int64, device=device)
         last_turn = len(shifts) - 1
-        launch(settle, (self.num_rows,))(
+        launch(settle_limits, (self.num_rows,))(
             *self.input[2:],
             limits,
             bases,

@@ -7,7 +7,7 @@ integer units of 2**-44, so that sums do not depend on their order: a row's cuts
 the other rows.
 
     peak     the highest score of each row                                   for top_p and min_p
-    narrow   4 bits more of the least score that is kept; `settle` the last  once for top_k, then once for top_p
+    narrow   4 bits more of the least score that is kept; `settle_limits` the last  once for top_k, then once for top_p
     ties     how many tokens have just that score                            for top_p, which may keep some of them
 
 `cut_floor` finds in one launch the lowest logit of each row that a sampler's cuts would keep, like
@@ -190,7 +190,7 @@ def narrow(
 
 
 @triton.jit(do_not_specialize=["limits", "num_rows", "turn"])
-def settle(
+def settle_limits(
     vocab,
     temperatures,
     seq,

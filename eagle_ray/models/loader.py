@@ -69,7 +69,7 @@ MODELOPT_SETTINGS = "hf_quant_config.json"  # of Model Optimizer, if config.json
 CausalLM = PreTrainedModel  # for packages that do not import transformers
 
 
-def load_config(path: Path) -> PretrainedConfig:
+def read_model_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
     check_weight_files(path)
@@ -107,7 +107,7 @@ def load_causal_lm(
         max_model_len: tokens of the longest sequence, by which the factors of LongRoPE are chosen;
             None leaves both kinds in the config.
     """
-    config = load_config(path)
+    config = read_model_config(path)
     if max_model_len is not None:
         _choose_factors(path, config, max_model_len)
     if has_mxfp4(config):

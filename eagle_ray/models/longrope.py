@@ -1,6 +1,6 @@
 """LongRoPE: choose one of a target's two lists of rotary factors, for every position of every sequence.
 
-    config = load_config(path)                   # of Phi-4-mini: original length 4096
+    config = read_model_config(path)                   # of Phi-4-mini: original length 4096
     choose_factors(config, max_model_len=8192)   # LONG: all positions turn by long_factor
     max_exact_position(config)                   # None: no rotation depends on the length any more
 

@@ -27,7 +27,7 @@ from eagle_ray.core.errors import EngineError, UnfitDevice
 from eagle_ray.kernels import tree_metadata
 from eagle_ray.kv.block_manager import BLOCK_SIZE
 from eagle_ray.models.graphs import MAX_AHEAD
-from eagle_ray.models.loader import load_config as target_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.requests.parameters import SamplingParams
 from eagle_ray.storage.model_files import gguf_file
 from tests.support.toy_models import head3, llama, llama_engine, run
@@ -306,7 +306,7 @@ def test_a_mixture_of_30b_in_fp8_leaves_half_of_an_h100(tmp_path):
 def test_a_gguf_file_is_planned_as_it_is_loaded():
     """Codes of 4 and 8 bits on a CPU; on a GPU those of 8 bits are dense, and in float32 all of them."""
     target = download("embedded:smollm2", "target")
-    shape, model = target_config(target), ModelConfig(target="embedded:smollm2")
+    shape, model = read_model_config(target), ModelConfig(target="embedded:smollm2")
     planned = target_bytes_of(target, shape, torch.float32, "cpu", model)
     assert planned == pytest.approx(weight_bytes(load_target(model)), rel=0.05)
     dense = target_bytes_of(
@@ -499,7 +499,7 @@ def test_a_plan_from_headers_is_the_one_from_loaded_models():
         target = download("embedded:tiny", "target")
         drafts = [download("embedded:tiny", part)] if part else []
         lengths = SequenceLengths.of(config.speculative, 256, 256)
-        shape = target_config(target)
+        shape = read_model_config(target)
         planned = plan_checkpoint(config, target, drafts, shape, "cpu", torch.float32, lengths)
         causal_lm = load_target(config.model)
         weights = load_draft(config.model, config.speculative, causal_lm) if part else None

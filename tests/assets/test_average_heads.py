@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_ray.assembly.hub import ASSETS
 from eagle_ray.methods.eagle.checkpoint import load_head
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from jobs.smollm2.average_heads import average
 
 DRAFT = ASSETS / "tiny" / "draft"
@@ -45,7 +45,7 @@ def test_the_mean_of_two_heads_is_a_head_in_the_same_layout(tmp_path, other_head
         assert torch.equal(
             value, ((first[name].float() + second[name].float()) / 2).to(value.dtype)
         )
-    load_head(tmp_path / "mean", load_config(ASSETS / "tiny" / "target"))
+    load_head(tmp_path / "mean", read_model_config(ASSETS / "tiny" / "target"))
 
 
 def test_heads_of_different_layouts_are_refused(tmp_path, other_head):

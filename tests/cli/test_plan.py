@@ -9,7 +9,7 @@ from eagle_ray.cli import main as cli
 from eagle_ray.cli.estimate import SampledRow
 from eagle_ray.cli.job_work import JobWork
 from eagle_ray.cli.worker_counts import WorkerCounts, spread
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.planner.cost_cache import cache_path, keep_costs
 from eagle_ray.planner.steady_step import SteadyStep
 from jobs.bench.simulated_costs import h100
@@ -73,7 +73,7 @@ def test_what_an_estimate_has_decoded_is_measured(job, capsys):
 
 
 def kept_parts() -> dict:
-    shape = load_config(PAIR / "target").to_dict()
+    shape = read_model_config(PAIR / "target").to_dict()
     return {"target": shape, "method": "eagle2", "device": "NVIDIA H100 80GB HBM3"}
 
 

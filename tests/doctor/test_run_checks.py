@@ -27,7 +27,7 @@ from eagle_ray.doctor.memory_check import memory
 from eagle_ray.doctor.pair_check import pair_here
 from eagle_ray.doctor.run_checks import findings_text
 from eagle_ray.methods.head_files import TensorHeader
-from eagle_ray.models.loader import load_config as target_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.packed_linear import PackedLinear
 from tests.support.families import MOE, config_of, random_model
 from tests.support.jobs import PAIR
@@ -66,12 +66,12 @@ def test_the_footprint_is_what_the_engine_takes(method, part, slots, kv_tokens):
     config = job(**settings, **{"execution.kv_tokens": kv_tokens, "model.max_model_len": 256})
     target, drafts = download("embedded:tiny", "target"), part is not None
     draft = download("embedded:tiny", part) if drafts else None
-    lengths = SequenceLengths.of(config.speculative, target_config(target).vocab_size, 256)
+    lengths = SequenceLengths.of(config.speculative, read_model_config(target).vocab_size, 256)
     found = plan_checkpoint(
         config,
         target,
         [draft] if draft else [],
-        target_config(target),
+        read_model_config(target),
         "cpu",
         torch.float32,
         lengths,

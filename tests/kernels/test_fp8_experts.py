@@ -15,7 +15,7 @@ from eagle_ray.kernels.fp8 import Fp8Stack
 from eagle_ray.models import quantized_model
 from eagle_ray.models.decoder import is_llama_shaped
 from eagle_ray.models.fp8_experts import Fp8Experts
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.parallel.shard import check_shards
 from tests.support.families import MOE, config_of, plain_copy, prefill, random_model, target_of
 from tests.support.kernels import DEVICE
@@ -145,7 +145,7 @@ def test_on_a_cpu_they_are_restored_as_they_are_read(checkpoint):
 
 def test_memory_is_planned_for_experts_in_fp8(checkpoint, for_gpu, monkeypatch):
     path, _ = checkpoint
-    config, model = load_config(path), ModelConfig(target=str(path))
+    config, model = read_model_config(path), ModelConfig(target=str(path))
     planned = target_bytes_of(path, config, torch.bfloat16, "cuda", model)
     dense = target_bytes_of(path, config, torch.bfloat16, "cpu", model)
     loaded = load_causal_lm(path, torch.bfloat16, "cpu")
@@ -162,9 +162,9 @@ def test_what_experts_do_not_take_is_named(checkpoint, tmp_path, for_gpu):
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": awq}))
     (tmp_path / "model.safetensors").symlink_to(path / "model.safetensors")
     with pytest.raises(EngineError, match="quantised experts are not read"):
-        load_config(tmp_path)
+        read_model_config(tmp_path)
     with pytest.raises(ConfigError, match=r"the experts of .* are quantised"):
-        check_shards(load_config(path), 2, 32)
+        check_shards(read_model_config(path), 2, 32)
 
 
 def test_a_router_in_fp8_is_named(checkpoint, tmp_path):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models import loader
-from eagle_ray.models.loader import eos_ids, load_causal_lm, load_config
+from eagle_ray.models.loader import eos_ids, load_causal_lm, read_model_config
 from tests.support.toy_models import LLAMA, llama
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_cut_off_is_refused(directory):
 def test_unknown_quantizer_is_refused_before_the_start(directory):
     declare(directory, quantization_config={"quant_method": "guesswork", "bits": 3})
     with pytest.raises(EngineError, match=r"quantised \(guesswork\)"):
-        load_config(directory)
+        read_model_config(directory)
     with pytest.raises(EngineError, match=r"quantised \(guesswork\)"):
         load(directory)
 
@@ -89,7 +89,7 @@ def test_unknown_quantizer_is_refused_before_the_start(directory):
 def test_missing_quantizer_library_is_refused_with_pip_install(directory):
     declare(directory, quantization_config={"quant_method": "aqlm"})
     with pytest.raises(EngineError, match=r"quantised \(aqlm\).*pip install aqlm"):
-        load_config(directory)
+        read_model_config(directory)
     with pytest.raises(EngineError, match=r"quantised \(aqlm\).*pip install aqlm"):
         load(directory)
 
@@ -99,7 +99,7 @@ def test_quantizer_that_downloads_kernels_is_refused_with_advice(directory):
     with pytest.raises(
         EngineError, match=r"\(fbgemm_fp8\), whose kernels transformers fetches .* AWQ, GPTQ"
     ):
-        load_config(directory)
+        read_model_config(directory)
 
 
 @pytest.mark.parametrize("said", [{}, {"llm_int8_threshold": 6.0}])
@@ -109,7 +109,7 @@ def test_layers_whose_rows_depend_on_their_company_are_refused(directory, said):
         quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True, **said},
     )
     with pytest.raises(EngineError, match=r"set llm_int8_threshold to 0\.0"):
-        load_config(directory)
+        read_model_config(directory)
 
 
 def test_eos_ids_come_from_the_generation_config_first():

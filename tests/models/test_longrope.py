@@ -19,7 +19,7 @@ from eagle_ray.core.errors import ConfigError
 from eagle_ray.core.sequence import Sequence
 from eagle_ray.gguf.gguf_file import GGUFFile
 from eagle_ray.gguf.gguf_target import write_metadata
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.models.longrope import choose_factors, original_length
 from eagle_ray.models.supported_models import max_exact_position
 from tests.support.families import (
@@ -55,7 +55,7 @@ def checkpoint(path, original, scaling=SCALING, **own):
 
 
 def plain(path):
-    config = load_config(path)
+    config = read_model_config(path)
     model = AutoModelForCausalLM.from_pretrained(path, config=config, attn_implementation="eager")
     return model.eval().requires_grad_(False)
 

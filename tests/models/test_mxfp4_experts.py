@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from eagle_ray.assembly.stored_bytes import target_bytes_of
 from eagle_ray.config import ModelConfig
 from eagle_ray.core.errors import EngineError
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.models.mxfp4_experts import restored
 from tests.support.families import (
     CHUNKS,
@@ -97,7 +97,7 @@ def test_ranks_have_parts_of_the_restored_experts(checkpoint, tmp_path):
 def test_memory_is_planned_for_what_they_become(checkpoint, dtype):
     path, _ = checkpoint
     model = load_causal_lm(path, dtype, "cpu")
-    config = load_config(path)
+    config = read_model_config(path)
     planned = target_bytes_of(path, config, dtype, "cpu", ModelConfig(target=str(path)))
     assert planned == sum(parameter.nbytes for parameter in model.parameters())
 

@@ -26,7 +26,7 @@ from eagle_ray.gguf.gguf_target import (
     write_metadata,
 )
 from eagle_ray.models.fp8_blocks import Fp8BlockWeight
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.models.packed_linear import pack_linears
 from eagle_ray.models.quantized_checkpoint import GGUFCheckpoint, QuantizedCheckpoint, reads
 from eagle_ray.models.quantized_linear import Fp8Weight, QuantizedLinear, QuantizedWeight
@@ -287,7 +287,7 @@ def test_model_optimizers_own_file_of_settings_is_read(tmp_path):
     with pytest.raises(
         EngineError, match=r"quantization\.quant_algo: is NVFP4, .* in FP8, AWQ or GPTQ"
     ):
-        load_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_files_with_an_index_and_dense_tensors(tmp_path):

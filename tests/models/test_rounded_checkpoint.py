@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from eagle_ray.core.errors import EngineError
 from eagle_ray.models import gpu_linears
 from eagle_ray.models.gpu_linears import Fp8Linear, quantize_fp8
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.models.rounded_checkpoint import why_not_rounded
 from eagle_ray.models.sharded_checkpoint import PlainCheckpoint
 from tests.support.families import FAMILIES, plain_copy, random_model
@@ -77,7 +77,7 @@ def test_a_weight_that_is_no_number_is_named(checkpoint, for_gpu):
 
 def test_a_size_that_no_product_takes_is_named_before_reading(tmp_path):
     llama(intermediate_size=40).save_pretrained(tmp_path)
-    reason = why_not_rounded(tmp_path, load_config(tmp_path))
+    reason = why_not_rounded(tmp_path, read_model_config(tmp_path))
     assert reason.startswith("sizes that 16 divides, and model.layers.0.mlp.gate_proj is 40 x ")
 
 
@@ -86,15 +86,15 @@ def test_other_families_are_refused_before_weights_are_read(family, tmp_path):
     model = random_model(FAMILIES[family])
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}      ")
-    reason = why_not_rounded(tmp_path, load_config(tmp_path))
+    reason = why_not_rounded(tmp_path, read_model_config(tmp_path))
     assert reason.startswith("plain weights of LlamaForCausalLM, ")
     assert f"and the target is {type(model).__name__}" in reason
 
 
 def test_weights_in_pickles_are_refused_by_their_file(checkpoint):
     path, _ = checkpoint
-    assert why_not_rounded(path, load_config(path)) is None
-    config = load_config(path)
+    assert why_not_rounded(path, read_model_config(path)) is None
+    config = read_model_config(path)
     (path / "model.safetensors").unlink()
     (path / "pytorch_model.bin").write_bytes(b"")
     assert "the target is in pytorch_model.bin" in why_not_rounded(path, config)

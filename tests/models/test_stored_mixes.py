@@ -27,7 +27,7 @@ from eagle_ray.config import ModelConfig, SpeculativeConfig
 from eagle_ray.gguf.blocks import DENSE, READERS
 from eagle_ray.gguf.gguf_target import tensor_names
 from eagle_ray.kernels import cpu_ops
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.packed_products import can_pack
 from tests.support.engines import mostly_slow
 from tests.support.quantised_files import FP16_AT, gptq_layer, random_blocks
@@ -182,7 +182,10 @@ def test_no_mix_of_bits_in_a_gptq_target_depends_on_company(tmp_path):
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 def test_a_mix_is_planned_as_it_is_loaded(write, dtype, tmp_path):
     target = write(tmp_path, random.Random(3))
-    model, shape = ModelConfig(target=str(target), dtype=dtype, device="cpu"), load_config(target)
+    model, shape = (
+        ModelConfig(target=str(target), dtype=dtype, device="cpu"),
+        read_model_config(target),
+    )
     planned = planned_dtype(model, "cpu", target, shape)
     loaded = load_target(model)
     assert loaded.dtype is planned is torch.float32

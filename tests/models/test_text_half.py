@@ -26,7 +26,7 @@ from eagle_ray.core.errors import EngineError
 from eagle_ray.families import FAMILIES, WRAPPERS
 from eagle_ray.methods.head_files import save_head
 from eagle_ray.models.decoder import is_llama_shaped
-from eagle_ray.models.loader import load_causal_lm, load_config
+from eagle_ray.models.loader import load_causal_lm, read_model_config
 from eagle_ray.models.packed_layouts import SafetensorFiles
 from eagle_ray.models.quantized_linear import QuantizedLinear
 from eagle_ray.models.supported_models import check_config
@@ -166,7 +166,7 @@ def test_names_of_the_modules_are_read_too(tmp_path, name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_of_other_parts_are_neither_read_nor_counted(tmp_path, name):
     whole_model(name, tmp_path)
-    config = load_config(tmp_path)
+    config = read_model_config(tmp_path)
     model = load_causal_lm(tmp_path, torch.float32, "cpu")
     stored = SafetensorFiles.open(tmp_path)
     own = {key for key, _ in model.named_parameters()}
@@ -251,7 +251,7 @@ def test_a_text_half_of_another_family_is_refused_by_its_name(tmp_path):
     config["text_config"] = dict(TEXT, model_type="bert")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match=r"^text_config.model_type: 'bert' is no text half of"):
-        load_config(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen3_vl_moe"])

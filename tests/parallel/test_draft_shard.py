@@ -24,7 +24,7 @@ from eagle_ray.methods.draft_model.checkpoint import load_draft_model
 from eagle_ray.methods.eagle.checkpoint import head_config, load_head, meta_head
 from eagle_ray.methods.eagle.heads import Eagle3Head
 from eagle_ray.models.gpu_layer import dense_linear
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.models.packed_linear import pack_linears, slice_rows
 from eagle_ray.models.quantized_linear import quantize_linears
 from eagle_ray.parallel import draft_shards, shard
@@ -193,7 +193,7 @@ def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared_heads):
         None, sets=["speculative.method=eagle2", "input.path=embedded:prompts", "output.path=x"]
     )
     target, draft = (download("embedded:tiny", part) for part in ("target", "draft"))
-    shape, lengths = load_config(target), SequenceLengths.of(config.speculative, 1536, 256)
+    shape, lengths = read_model_config(target), SequenceLengths.of(config.speculative, 1536, 256)
 
     def plan_of(num_ranks: int):
         files = config, target, [draft], shape, "cpu", torch.float32, lengths
@@ -206,7 +206,7 @@ def test_a_rank_of_a_pair_is_planned_from_its_files(tmp_path, shared_heads):
 
 def test_rounded_heads_of_a_quantised_target(tmp_path, shared_heads):
     path = write(tmp_path / "head", eagle3_tensors(TINY_HEAD), TINY_HEAD)
-    target = load_config(download("embedded:tiny", "target"))
+    target = read_model_config(download("embedded:tiny", "target"))
 
     def logits_of(ranks: RankGroup | None):
         head, random = load_head(path, target, ranks), torch.Generator().manual_seed(2)

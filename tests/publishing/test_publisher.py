@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from eagle_ray.batch.driver.job_manifest import open_run
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
 from eagle_ray.publishing.destinations import destination_of
@@ -315,7 +315,7 @@ def test_a_place_of_another_run_is_refused_before_the_first_row(run, engine, hub
     (tmp_path / "job").mkdir()
     config = small_job(tmp_path / "job", token_rows(3), **{"output.publish.to": place})
     with pytest.raises(ConfigError, match=f"it holds run {run.run_id}, and this run begins"):
-        run_job(config)
+        complete_job(config)
     assert engine.made == []
 
 
@@ -388,7 +388,7 @@ def test_the_command_publishes_a_run_that_goes_on(run, hub, capsys):
 
 def test_a_job_publishes_itself(engine, hub, make_job):
     config = make_job(token_rows(7), **{"output.publish.to": f"hf://datasets/{REPO}"})
-    run_job(config)
+    complete_job(config)
     _, files = hub.head(REPO)
     assert sorted(check_whole(files)) == [f"q{i}" for i in range(7)]
     assert json.loads(files[PUBLICATION_RECORD])["is_complete"] is True

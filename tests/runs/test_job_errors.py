@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from eagle_ray.batch.driver import run
+from eagle_ray.batch.driver import job_run
 from eagle_ray.cli import arguments
 from eagle_ray.cli import main as cli
 from eagle_ray.core.errors import ConfigError
@@ -74,7 +74,7 @@ def test_the_job_and_the_command_line_give_the_same_code(cls, monkeypatch, capsy
         raise error
 
     assert outcome_of(error).code == CODES[cls.__name__]
-    assert run.ending_of(fail, "info").outcome.code == CODES[cls.__name__]
+    assert job_run.ending_of(fail, "info").outcome.code == CODES[cls.__name__]
     monkeypatch.setattr(arguments, "load_config", fail)
     assert cli.main(["run", "-c", "any.yaml"]) == CODES[cls.__name__]
     said = capsys.readouterr().err.splitlines()
@@ -114,7 +114,7 @@ def test_what_is_no_stop_is_a_defect_with_its_traceback(capsys):
     def fail() -> str:
         return {}["missing"]
 
-    assert run.ending_of(fail, "info").outcome.code == 1
+    assert job_run.ending_of(fail, "info").outcome.code == 1
     assert "KeyError: 'missing'" in capsys.readouterr().err
     assert (
         not isinstance(KeyError(), EXPECTED_ERRORS)

@@ -253,12 +253,12 @@ WAYS = {  # of a user, by module and name, with the name of the way
     ("eagle_ray.cli", "main"): "command",
     ("eagle_ray.cli.main", "main"): "command",
     ("eagle_ray", "LLM"): "LLM",
-    ("eagle_ray.batch.driver.run", "run_job"): "job",
-    ("eagle_ray.batch.driver.run", "run_to_end"): "job",
+    ("eagle_ray.batch.driver.job_run", "complete_job"): "job",
+    ("eagle_ray.batch.driver.job_run", "run_to_end"): "job",
     ("eagle_ray.serve.app", "build_app"): "HTTP",
     ("eagle_ray.serve.proxy_errors", "middlewares"): "HTTP",
 }
-ATTRIBUTES = {"run_job": "job", "generate": "job"}  # of eagle_ray
+ATTRIBUTES = {"complete_job": "job", "generate": "job"}  # of eagle_ray
 IN_TEXTS = {  # in programs within strings, and in commands
     r"eagle_ray\.cli\b|^eagle-ray\b": "command",
     r"\bimport (\w+, )*eagle_ray\b|\bimport LLM\b": "Python",

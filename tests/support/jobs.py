@@ -43,7 +43,7 @@ def small_job(
 
 def exit_code(config: JobConfig, retry_errors: bool = False) -> int:
     """Run a job as the command does and return the exit code."""
-    from eagle_ray.batch.driver.run import run_to_end
+    from eagle_ray.batch.driver.job_run import run_to_end
 
     return run_to_end(config, retry_errors).outcome.code
 
@@ -68,7 +68,7 @@ if address := os.environ.get("EAGLE_RAY_TEST_SPARE"):
     SpareEngine.address = address
     SpareEngine.start = SpareEngine.check_models = lambda *args: None
 from eagle_ray.config import JobConfig
-from eagle_ray.batch.driver.run import run_to_end
+from eagle_ray.batch.driver.job_run import run_to_end
 code = run_to_end(JobConfig.model_validate_json(sys.argv[1])).outcome.code
 print(code, sorted({"torch", "ray", "transformers"} & sys.modules.keys()))
 """

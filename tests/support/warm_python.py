@@ -45,7 +45,11 @@ FIRST_HIGH_FILE = 500  # numbers from here on are used by no test's files
 MAX_FILES = 64
 LENGTH = struct.Struct("I")  # bytes of a message
 COMMAND = f"from {__name__} import serve; serve()()"
-PRELOADED = ("eagle_ray.batch.worker.worker", "eagle_ray.cli.main", "eagle_ray.batch.driver.run")
+PRELOADED = (
+    "eagle_ray.batch.worker.worker",
+    "eagle_ray.cli.main",
+    "eagle_ray.batch.driver.job_run",
+)
 
 
 @dataclass(frozen=True)

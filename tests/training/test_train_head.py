@@ -18,7 +18,7 @@ from eagle_ray.methods.dflash.checkpoint import load_dflash
 from eagle_ray.methods.eagle.checkpoint import load_head
 from eagle_ray.methods.eagle.draft_vocab import read_draft_vocab
 from eagle_ray.methods.head_files import read_config, read_shapes
-from eagle_ray.models.loader import load_config
+from eagle_ray.models.loader import read_model_config
 from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.frozen_target import ComputedFeatures
 from eagle_ray.training.job import train_head as train_head_module
@@ -186,7 +186,7 @@ def test_an_eagle2_head_has_the_names_that_vllm_reads(make_config, tmp_path, tar
     layer = [f"layers.0.{name}" for name in [*LAYER, "post_attention_layernorm.weight"]]
     assert set(found) == {"fc.weight", *layer}
     assert found["fc.weight"].shape == (32, 64) and found["fc.weight"].dtype == torch.bfloat16
-    load_head(tmp_path / "head", load_config(target_directory))
+    load_head(tmp_path / "head", read_model_config(target_directory))
 
 
 def test_an_eagle2_head_for_sglang_has_a_bias_and_the_embedding(
@@ -199,7 +199,7 @@ def test_an_eagle2_head_for_sglang_has_a_bias_and_the_embedding(
     )
     assert raw["architectures"] == ["LlamaForCausalLMEagle"] and raw["tie_word_embeddings"] is False
     assert found["fc.bias"].shape == (32,) and found["embed_tokens.weight"].shape == (97, 32)
-    load_head(tmp_path / "head", load_config(target_directory))
+    load_head(tmp_path / "head", read_model_config(target_directory))
 
 
 def test_an_eagle3_head_has_the_names_that_vllm_and_sglang_read(
@@ -226,7 +226,7 @@ def test_an_eagle3_head_has_the_names_that_vllm_and_sglang_read(
         and found["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
     )
     assert (
-        load_head(tmp_path / "head", load_config(target_directory)).token_ids.tolist()
+        load_head(tmp_path / "head", read_model_config(target_directory)).token_ids.tolist()
         == ids.tolist()
     )
 
@@ -239,7 +239,7 @@ def test_an_eagle3_head_over_every_token_has_no_vocabulary_maps(
         make_config(**{"training.steps": 1, "head.method": "eagle3", "head.draft_vocab_size": None})
     )
     assert not {"d2t", "t2d"} & set(tensors(tmp_path / "head"))
-    assert load_head(tmp_path / "head", load_config(target_directory)).token_ids is None
+    assert load_head(tmp_path / "head", read_model_config(target_directory)).token_ids is None
 
 
 @pytest.mark.parametrize("method", ["medusa", "hydra"])
@@ -300,7 +300,7 @@ def test_a_dflash_head_is_published_and_runs(make_config, tmp_path, target_direc
     }
     record = run(make_config(**{"head.method": "dflash", **sizes}))
     assert record["curves"]["held_out"][-1][1]["tau"] >= 1
-    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    head = load_dflash(tmp_path / "head", read_model_config(target_directory))
     assert head.block.size == 4 and head.block.causal == (True, True)
     with pytest.raises(ConfigError, match=r"head\.mask_token: must be a token of the target"):
         mask = {"head.mask_token": 10**6, "output.path": str(tmp_path / "other")}
@@ -314,7 +314,7 @@ def test_a_dflash_head_has_its_draft_vocabulary_and_named_layers(
     sizes = {"head.num_layers": 1, "head.block_size": 4, "head.target_layer_ids": [1, 4, 6]}
     record = run(make_config(**{"head.method": "dflash", **sizes}))
     assert record["draft_vocab_size"] == 60 and record["curves"]["held_out"][-1][1]["tau"] >= 1
-    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    head = load_dflash(tmp_path / "head", read_model_config(target_directory))
     assert len(head.token_ids) == 60 and head.lm_head.weight.shape == (60, 32)
     assert (
         head.block.feature_layers == (2, 5, 7)
@@ -355,7 +355,7 @@ def test_a_markov_head_is_published_and_runs(make_config, tmp_path, target_direc
         and raw["markov_rank"] == 6
         and not raw["enable_confidence_head"]
     )
-    head = load_dflash(tmp_path / "head", load_config(target_directory))
+    head = load_dflash(tmp_path / "head", read_model_config(target_directory))
     assert head.block.path.markov_rank == 6 and head.markov_head.markov_w2.weight.any()
     with pytest.raises(
         ConfigError, match=r"head\.causal_head: DSpark's layouts have no causal heads"

@@ -27,7 +27,7 @@ from eagle_ray.batch.driver.dataset import (
     with_sampling_params,
 )
 from eagle_ray.batch.driver.job_plan import join_cluster
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.batch.reader.input_columns import ROW_SETTINGS, request_columns, template_of
 from eagle_ray.batch.reader.parquet import JSON_VALUES, arrow_rows
 from eagle_ray.config import JobConfig
@@ -60,7 +60,7 @@ def run_dataset_job(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.Da
             dataset, directory, request_columns(config.input.columns, template_of(config.input))
         )
     source = config.input.model_copy(update={"path": str(directory), "format": "parquet"})
-    run_job(config.model_copy(update={"input": source}))
+    complete_job(config.model_copy(update={"input": source}))
     files = [str(file) for file in data_of(output).glob("**/*.parquet")]
     return ray.data.read_parquet(files)
 

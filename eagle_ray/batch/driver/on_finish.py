@@ -3,7 +3,7 @@
 Whatever fails here is one warning: it never changes the exit code. A webhook's URL may hold
 secrets, so only its scheme and host are ever shown.
 
-    tell(config, ending)      # the RunResult of run_job
+    tell(config, ending)      # the RunResult of complete_job
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from eagle_ray.families import layers_of
 from eagle_ray.methods.eagle.heads import HeadForward, head_forward
 from eagle_ray.methods.head_files import read_headers
 from eagle_ray.models.decoder import Decoder
-from eagle_ray.models.loader import input_embedding, load_causal_lm, load_config
+from eagle_ray.models.loader import input_embedding, load_causal_lm, read_model_config
 from eagle_ray.models.supported_models import (
     KVSpec,
     LogitsOf,
@@ -127,7 +127,7 @@ def check_draft_model(path: Path, target: PretrainedConfig) -> DraftModelShape:
     Raises EngineError for an unknown family, a vocabulary that differs from the target's, and files
     that hold no model of that config.
     """
-    config = load_config(path)
+    config = read_model_config(path)
     check_config(config)
     if config.vocab_size != target.vocab_size:
         raise EngineError(

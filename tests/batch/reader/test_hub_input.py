@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 
 from eagle_ray.batch.driver.finish import finish_shards
 from eagle_ray.batch.driver.input_plan import plan_input
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.cli import main as cli
 from eagle_ray.runs.job_errors import InputChanged
 from eagle_ray.runs.layout import claim_output
@@ -46,7 +46,7 @@ def manifest(config) -> dict:
 def test_the_commit_that_was_read_is_on_record(engine, hub, make_job, path):
     commit = hub.head(REPO)[0]
     config = make_job(None, **{"input.path": path})
-    run_job(config)
+    complete_job(config)
     assert ids_of(config) == [f"q{i}" for i in range(6)]
     [(named, pinned)] = manifest(config)["revisions"].items()
     assert pinned == commit and path.startswith(named)
@@ -60,17 +60,17 @@ def test_a_branch_that_moves_changes_no_row_of_a_resume(engine, hub, make_job):
     commit = hub.head(REPO)[0]
     engine.max_files = 1
     with pytest.raises(DriverKilled):
-        run_job(config)
+        complete_job(config)
     hub.push(REPO, {FILE: jsonl(token_rows(9, start=3)), "data/b.jsonl": jsonl(token_rows(2, 50))})
     engine.max_files = None
-    run_job(config)
+    complete_job(config)
     assert ids_of(config) == [f"q{i}" for i in range(6)]
     assert manifest(config)["revisions"] == {f"hf://datasets/{REPO}@main": commit}
 
 
 def test_a_resume_asks_the_hub_for_no_revision(engine, hub, make_job, monkeypatch):
     config = make_job(None, **{"input.path": INPUT})
-    run_job(config)
+    complete_job(config)
     asked = []
     repo_info = HfApi.repo_info
 
@@ -79,17 +79,17 @@ def test_a_resume_asks_the_hub_for_no_revision(engine, hub, make_job, monkeypatc
         return repo_info(api, repo_id, **named)
 
     monkeypatch.setattr(HfApi, "repo_info", noted)
-    run_job(config)
+    complete_job(config)
     assert "main" not in asked
-    run_job(with_changes(config, output={"path": config.output.path + "-other"}))
+    complete_job(with_changes(config, output={"path": config.output.path + "-other"}))
     assert "main" in asked
 
 
 def test_an_overwritten_run_reads_what_the_branch_means_now(engine, hub, make_job):
     config = make_job(None, **{"input.path": INPUT, "output.if_exists": "overwrite"})
-    run_job(config)
+    complete_job(config)
     now = hub.push(REPO, {FILE: jsonl(token_rows(2, start=70))})
-    run_job(config)
+    complete_job(config)
     assert ids_of(config) == ["q70", "q71"]
     assert list(manifest(config)["revisions"].values()) == [now]
 
@@ -98,7 +98,7 @@ def test_a_commit_is_read_as_it_is_named(engine, hub, make_job):
     commit = hub.head(REPO)[0]
     hub.push(REPO, {FILE: jsonl(token_rows(1, start=70))})
     config = make_job(None, **{"input.path": f"hf://datasets/{REPO}@{commit}/data"})
-    run_job(config)
+    complete_job(config)
     assert len(ids_of(config)) == 6 and manifest(config)["revisions"] == {}
 
 
@@ -106,9 +106,9 @@ def test_shards_read_the_commit_of_the_first_one(engine, hub, make_job):
     first, second = (
         make_job(None, **{"input.path": INPUT, "execution.shard": f"{i}/2"}) for i in (1, 2)
     )
-    run_job(first)
+    complete_job(first)
     hub.push(REPO, {FILE: jsonl(token_rows(4, start=70))})
-    run_job(second)
+    complete_job(second)
     root = StoragePath.of(first.output.path)
     finish_shards(root)
     sources = json.loads((Path(root.text) / "_run.json").read_text())["revisions"]

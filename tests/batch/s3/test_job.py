@@ -19,7 +19,7 @@ import pytest
 
 from eagle_ray.batch.driver import job_manifest as manifest
 from eagle_ray.batch.driver.claim import hold_output
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.cli.validate import validate
 from eagle_ray.config import JobConfig
 from eagle_ray.runs import run as fencing
@@ -72,7 +72,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     before = bucket.list_versions()
     assert f"output   {output} can be written; a run would start it" in validate(job)
     assert bucket.list_versions() == before
-    assert run_job(job)["total"]["rows"] == 50
+    assert complete_job(job)["total"]["rows"] == 50
     assert rows_per_id(outside, output) == [(id, 2) for id in IDS]
     assert {file.parent.name for file in (output / "data").glob("**/*.parquet")} == {
         "category=a",
@@ -90,7 +90,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     (twice[0].parent / "part-001-999999.parquet").write_atomic(
         twice[0].read_bytes()
     )  # a zombie's, after the recount
-    assert run_job(job)["total"]["rows"] == 50
+    assert complete_job(job)["total"]["rows"] == 50
     assert rows_per_id(outside, output) == [(id, 2) for id in IDS] and not twice[0].exists()
     assert (output / "data").list_versions().items() >= dict(
         kept
@@ -98,7 +98,7 @@ def test_a_job_in_a_bucket_is_validated_run_and_resumed(ray_session, job, bucket
     assert "a run would resume run" in validate(job)
 
     with hold_output(output), pytest.raises(OutputLocked, match="is being written by process"):
-        run_job(job)
+        complete_job(job)
     changed = (
         (bucket / "in/a.jsonl")
         .read_bytes()
@@ -113,10 +113,10 @@ def test_missing_rows_are_made_and_late_files_are_deleted(
     ray_session, job, bucket, outside, monkeypatch
 ):
     output = bucket / "out"
-    run_job(job)
+    complete_job(job)
     lost, *kept = (output / "data").list_versions().items()
     lost[0].remove()
-    assert run_job(job)["total"]["rows"] == 50
+    assert complete_job(job)["total"]["rows"] == 50
     assert rows_per_id(outside, output) == [(id, 2) for id in IDS]
     assert (output / "data").list_versions().items() >= dict(kept).items()
 
@@ -132,7 +132,7 @@ def test_missing_rows_are_made_and_late_files_are_deleted(
     anew = job.model_copy(
         update={"output": job.output.model_copy(update={"if_exists": "overwrite"})}
     )
-    assert run_job(anew)["total"]["rows"] == 50
+    assert complete_job(anew)["total"]["rows"] == 50
     assert not old.exists() and rows_per_id(outside, output) == [(id, 2) for id in IDS]
 
 

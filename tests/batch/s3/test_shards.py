@@ -7,7 +7,7 @@ import pytest
 
 from eagle_ray.batch.driver.claim import hold_output
 from eagle_ray.batch.driver.finish import finish_shards
-from eagle_ray.batch.driver.run import run_job
+from eagle_ray.batch.driver.job_run import complete_job
 from eagle_ray.config import JobConfig
 from eagle_ray.runs.job_errors import Incomplete, OutputLocked, OutputMismatch
 from eagle_ray.runs.layout import SUCCESS, output_of
@@ -48,32 +48,32 @@ def test_two_shards_in_a_bucket_lock_resume_grow_and_finish(
     output = bucket / "out"
     engine.max_files = 1
     with pytest.raises(DriverKilled):
-        run_job(first)
+        complete_job(first)
     engine.max_files = None
     with hold_output(output_of(first)):
-        run_job(second)  # they share no lock
+        complete_job(second)  # they share no lock
         with pytest.raises(OutputLocked):
-            run_job(first)
+            complete_job(first)
         with pytest.raises(OutputLocked, match="shard 1/2 is running"):
             finish_shards(output)
     with pytest.raises(Incomplete, match="shard 1/2 is not complete"):
         finish_shards(output)
-    run_job(first)
+    complete_job(first)
     assert sorted(engine.made) == sorted(NAMES)  # nothing twice
     assert finish_shards(output)["total"]["rows"] == len(NAMES) and (output / SUCCESS).exists()
     assert prompts(outside, output) == {name: f"Hi {name}" for name in NAMES}
     assert all((output_of(config) / INDEX_DIRECTORY / "input.json").exists() for config in shards)
 
     made, read, scanned = len(engine.made), len(reads), len(scans)
-    assert run_job(first)["attempt"] == 3
+    assert complete_job(first)["attempt"] == 3
     assert (made, read, scanned) == (len(engine.made), len(reads), len(scans))
     assert not (output / SUCCESS).exists()  # until it is finished again
 
     write_input(bucket, rows(*NAMES, *ADDED))  # an object is replaced: its rows are compared
-    run_job(first)
+    complete_job(first)
     with pytest.raises(OutputMismatch, match="since shard 2/2 read it"):
         finish_shards(output)
-    run_job(second)
+    complete_job(second)
     assert sorted(engine.made) == sorted(NAMES + ADDED)
     assert (
         finish_shards(output)["total"]["rows"] == len(NAMES + ADDED) and (output / SUCCESS).exists()

@@ -46,7 +46,7 @@ from eagle_ray.storage.path import StoragePath
 log = logging.getLogger("eagle_ray")
 
 
-def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
+def complete_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
     """Generate every missing row, count the rows in the files and return what ``_summary.json`` holds.
 
     Args:
@@ -71,7 +71,7 @@ def run_job(config: JobConfig, retry_errors: bool = False) -> dict[str, Any]:
 def _run_attempt(
     config: JobConfig, retry_errors: bool, is_index_damaged: bool = False
 ) -> dict[str, Any]:
-    """Run the four steps of run_job once. Raises IndexDamaged in addition to run_job's errors."""
+    """Run the four steps of complete_job once. Raises IndexDamaged in addition to complete_job's errors."""
     with (
         SpareEngine() as spare,
         claim(plan_job(config, spare, retry_errors, is_index_damaged)) as claimed,
@@ -101,7 +101,7 @@ def run_to_end(
 
     def work() -> str:
         check_output_outlives_job(config)
-        summary, output = run_job(config, retry_errors), output_of(config)
+        summary, output = complete_job(config, retry_errors), output_of(config)
         if num_errors := summary["total"]["errors"]:
             log_error_rows(output, num_errors)
         return f"{run_table(summary)}\n{_locations(config, output)}"
