@@ -31,7 +31,7 @@ from eagle_ray.kernels.availability import CHOICE, why_not
 from eagle_ray.kernels.tree_metadata import unsupported_heads
 from eagle_ray.models.graphs import GRAPHS
 from eagle_ray.models.packed_linear import PackedLinear, can_pack, is_tiled, pack_linears
-from eagle_ray.models.runtime import cpu_name
+from eagle_ray.models.runtime import cpu_name, quantized_instructions
 from eagle_ray.models.supported_models import has_sinks, head_dims
 from eagle_ray.report.text import counted, gib
 from eagle_ray.runs.job_errors import ClusterError
@@ -239,7 +239,8 @@ def attention(
     packed_for = "our kernel" if is_tiled(dtype) else "oneDNN"
     linears = f"packed for {packed_for}" if is_packed else "torch's own"
     if stored is not None:
-        linears = f"multiplied as they are stored ({stored}), dense ones {linears}"
+        by = f" by {quantized_instructions()}" if device == "cpu" else ""
+        linears = f"multiplied as they are stored ({stored}){by}, dense ones {linears}"
 
     says = (
         f"{attends}, over blocks of the cache, in {dtype_name} on {device}; linear layers {linears}"

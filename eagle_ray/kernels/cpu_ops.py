@@ -40,6 +40,16 @@ LEVELS = {
     "AVX512": ["avx512", "avx2", "base"],
     "AVX2": ["avx2", "base"],
 }
+# What multiplies quantised weights, by the number of a Path in quantized_matmul.cpp.
+INSTRUCTIONS = (
+    "plain C++",
+    "AVX2",
+    "AVX-VNNI",
+    "AVX-512 VNNI",
+    "AVX-512 VNNI, and AMX from 32 rows on",
+    "ARM's dot products",
+    "ARM's dot products and i8mm",
+)
 CPU_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 

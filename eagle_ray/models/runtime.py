@@ -30,6 +30,8 @@ from typing import TypeVar
 
 import torch
 
+from eagle_ray.kernels import cpu_ops
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # constants of linux/mman.h
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -158,6 +160,11 @@ def cpu_name() -> str:
     lines = INFO.read_text().splitlines() if INFO.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(iter(names), platform.processor() or platform.machine())
+
+
+def quantized_instructions() -> str:
+    """Return the name of the instructions by which this processor multiplies quantised weights."""
+    return cpu_ops.INSTRUCTIONS[cpu_ops.quantized_path()]
 
 
 def pin_cuda_numerics(device: torch.device) -> None:

@@ -6,6 +6,7 @@ from transformers import Gemma2Config, LlamaConfig
 
 from eagle_ray.doctor import devices as compute
 from eagle_ray.doctor.devices import attention, devices, threads
+from eagle_ray.models.runtime import quantized_instructions
 
 
 def test_attention_says_why_it_is_explicit():
@@ -19,6 +20,7 @@ def test_attention_says_why_it_is_explicit():
 def test_quantised_layers_are_said_to_run_as_they_are_stored():
     finding = attention(LlamaConfig(), "cpu", torch.float32, stored="awq, 4 bits")
     assert "linear layers multiplied as they are stored (awq, 4 bits)" in finding.says
+    assert f" by {quantized_instructions()}, dense ones" in finding.says
 
 
 def test_a_gpu_without_kernels_is_explained(monkeypatch):

@@ -85,6 +85,7 @@ def test_every_processor_makes_the_same_bits(bits, group_size):
         best = library.quantized_matmul_path()
         found += [products(library, packed, path, rows) for path in range(best + 1)]
     assert len(found) >= 2 and all(torch.equal(other, found[0]) for other in found)
+    assert cpu_ops.INSTRUCTIONS[cpu_ops.quantized_path()], "every path has a name"
 
 
 @needs_library
