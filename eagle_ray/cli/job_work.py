@@ -1,7 +1,7 @@
 """JobWork: a job's work independent of the hardware: prompt lengths, output lengths, acceptance of drafts.
 
     work = JobWork.of(config, plan)
-    work.rows_at(step, slots=64) # the sample's rows, with the seconds that each holds a slot
+    work.rows_at(step, slots=64)      # the sample's rows, with the seconds that each holds a slot
 
 It is measured if ``_estimate.json`` exists for this configuration (`eagle-ray validate
 --estimate`). Otherwise outputs are assumed to have their maximum length, without drafts.

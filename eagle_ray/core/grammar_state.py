@@ -3,7 +3,7 @@
     state = compiler.start(GrammarSpec("choice", '["yes", "no"]'))
     state.sync(output_ids)                          # once a step: the tokens committed since
     masks = state.path_masks([[], [17], [17, 4]])   # [3, words]: a token mask for each path
-    state.predicted_tokens(6) # tokens that the grammar forces, or that followed before
+    state.predicted_tokens(6)      # tokens that the grammar forces, or that followed before
     state.mark_dead_end([17, 4], error)             # no token is left there
     state.dead_end_in([17, 4, 9])                   # DeadEnd(2, error): the output goes past such a node
 

@@ -1,6 +1,6 @@
 """Parse the names of draft methods to compare, and build an engine for each over one target.
 
-    plain no drafts: the baseline of all others
+    plain                       no drafts: the baseline of all others
     eagle1, eagle2              as published: the same tree for everyone, the head's own confidences
     eagle2-without-value        EAGLE-2 with a part of it taken out, the paper's ablations (section 5.4): a node is
                                 judged by its own confidence, in growing and in choosing, not by its path's product

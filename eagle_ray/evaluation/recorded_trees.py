@@ -1,8 +1,8 @@
 """RecordingPlanner: plans as another planner does, and records times and draft trees.
 
     engine.planner = recorder = RecordingPlanner(engine.planner)
-    recorder.best_tree(sequence) # the tree with the most accepted drafts
-    recorder.parts, recorder.num_steps # seconds of drafts, verify passes and the rest
+    recorder.best_tree(sequence)      # the tree with the most accepted drafts
+    recorder.parts, recorder.num_steps      # seconds of drafts, verify passes and the rest
 
 The evaluation and the demo wrap an engine's planner in one.
 """

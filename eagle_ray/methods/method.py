@@ -3,7 +3,7 @@
     speculative.method: eagle2
     speculative.method: eagle2+suffix              the nodes of both in one tree
     speculative.method: draft_model+draft_model    SpecInfer: two models, model.draft is the list of them
-    speculative.method: auto all sources of drafts that fit, or those of speculative.sources
+    speculative.method: auto                       all sources of drafts that fit, or those of speculative.sources
     speculative.sources: [head, suffix, grammar]   the same as a list; the names are those of methods, and grammar
 
     METHODS["eagle2"].make_drafter(speculative, target, weights)       # imports eagle/drafter.py

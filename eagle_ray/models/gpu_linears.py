@@ -7,7 +7,7 @@
 Fp8Linear has a weight with a scale per output, and rounds its input with a scale per row, so a
 row's results do not depend on the batch. The operation before it rounds the rows if it can:
 
-    outputs = layer(layer_ops.add_rms_norm_fp8(...)) # one product, and no launch more
+    outputs = layer(layer_ops.add_rms_norm_fp8(...))      # one product, and no launch more
 
 Up to SKINNY_ROWS rows are multiplied by a kernel of our own (kernels/few_rows.py says why): a row
 has the same bits alone and among others. More rows are multiplied by torch's scaled_mm in FP8;

@@ -6,10 +6,10 @@ and learns an equal calibration, and no token is ever sent. Only decisions that 
 on the outside may differ. Rank 0, the leader, makes them and sends them to the others, the
 followers:
 
-    leader.tell("step", True) add, abort, step: calls of the engine
-    leader.agree("plan", lambda: plan) decisions of its planner; a follower returns the leader's
+    leader.tell("step", True)                   add, abort, step: calls of the engine
+    leader.agree("plan", lambda: plan)          decisions of its planner; a follower returns the leader's
     leader.share(keep)                          a tensor of its planner, sent from device to device
-    leader.check(lambda: checksum) results of the step; a follower raises RankError if its own differ
+    leader.check(lambda: checksum)              results of the step; a follower raises RankError if its own differ
 
 Messages go one way, so the leader never waits for an answer, and followers are behind it by
 microseconds.

@@ -3,7 +3,7 @@
     ranks = RankGroup(rank=0, size=2, meeting="/tmp/x/ranks", device="cpu")
     hidden = ranks.reduce(output_part)          # the sum of all ranks' parts
     logits = ranks.gather(logits_part)          # all ranks' parts side by side
-    [slots] = ranks.minimum([256]) # the smallest of all ranks' numbers, for the host
+    [slots] = ranks.minimum([256])      # the smallest of all ranks' numbers, for the host
 
 Every rank calls the same functions in the same order. They connect with the first call, over
 loopback, and find each other by a file: no port is open for that. A sum is added in the order of

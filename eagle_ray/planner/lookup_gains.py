@@ -2,7 +2,7 @@
 
     gains.update(outcome, more_s)               # accepted drafts, and the seconds beyond those of a plain step
     gains.rate(batch_size, plain_s)             # tokens per second of a step with lookups
-    gains.promise(counts) # a trial out of turn: texts repeat what was read
+    gains.promise(counts)      # a trial out of turn: texts repeat what was read
 
 Lookups propose nothing in most steps and long drafts in a few. An average yield per number of rows
 would say that a few rows pay in every step, or in none. So the average is over the tokens gained by

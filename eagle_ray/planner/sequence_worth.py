@@ -1,8 +1,8 @@
 """SequenceWorths: the value of each sequence's drafts, as a ratio to the average draft.
 
-    worths.observe_draft(sequences, first_values) # how likely the drafter finds its first tokens
+    worths.observe_draft(sequences, first_values)      # how likely the drafter finds its first tokens
     worths.observe_result(sequences, accepted, expected)     # how many of its drafts were accepted
-    worths.of(sequence) # 0.4: two fifths of an average draft's accepted tokens
+    worths.of(sequence)      # 0.4: two fifths of an average draft's accepted tokens
 
 If easy and hard texts run together, or one after the other, an average over the batch fits none of
 them. The first drafts of a sequence show which kind it is.

@@ -48,8 +48,7 @@ class DraftShape:
 
     @property
     def num_positions(self) -> int:
-        """Return the KV positions that all frontiers of a draft occupy. A draft of one level uses
-        none, but has one frontier's."""
+        """Return how many KV positions to reserve for all frontiers of a draft; at least one frontier's."""
         return max(self.depth - 1, 1) * self.width
 
     def num_bytes(self, hidden_size: int, itemsize: int) -> int:
