@@ -70,7 +70,9 @@ class EagleRayLM(TemplateLM):
                 f"target: {target} has no tokenizer, which lm-eval needs. Add its files to the target."
             )
         self._text: Tokenizer = self._llm.tokenizer
-        self._name, self._max_gen_toks, self._add_bos = target, int(max_gen_toks), add_bos_token
+        self._name = target
+        self._max_gen_toks = int(max_gen_toks)
+        self._add_bos = add_bos_token
         self._prefix_text = self._text.decode_with_special([self.prefix_token_id])
 
     @property
@@ -192,10 +194,8 @@ class EagleRayLM(TemplateLM):
     def _sampling(self, kwargs: dict[str, Any]) -> SamplingParams:
         """Return a task's generation arguments as sampling parameters. Raises ConfigError for unknown ones."""
         arguments: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self._max_gen_toks))
-        max_tokens, stop = (
-            arguments.pop("max_gen_toks"),
-            [text for text in arguments.pop("until") if text],
-        )
+        max_tokens = arguments.pop("max_gen_toks")
+        stop = [text for text in arguments.pop("until") if text]
         rest = {name: value for name, value in arguments.items() if name not in NO_EFFECT}
         return SamplingParams(max_tokens=max_tokens, stop=stop, **rest)
 

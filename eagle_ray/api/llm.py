@@ -360,8 +360,10 @@ class LLM:
         config: JobConfig,
         sequences: list[engine_sequence.Sequence],
     ) -> RequestOutput:
-        text, reader = self._tokenizer, answer_reader(request, config, self._tokenizer)
-        first, decode_token = sequences[0], None if text is None else reader.decode_token
+        text = self._tokenizer
+        reader = answer_reader(request, config, self._tokenizer)
+        first = sequences[0]
+        decode_token = None if text is None else reader.decode_token
         wants_logprobs = request.sampling.get("logprobs", params.wants_logprobs)
         num_tops = params.num_top_logprobs if wants_logprobs else None
         prompt_logprobs = None

@@ -142,10 +142,8 @@ def completion_of(
     logprobs = cumulative_logprob = None
     if num_tops is not None:
         tokens = token_logprobs(sequence.output_ids, sequence.output_logprobs, sequence.output_tops)
-        logprobs, cumulative_logprob = (
-            python_form(tokens, decode_token, num_tops),
-            sum(sequence.output_logprobs),
-        )
+        logprobs = python_form(tokens, decode_token, num_tops)
+        cumulative_logprob = sum(sequence.output_logprobs)
     return CompletionOutput(
         index=answer.index,
         text=answer.text,

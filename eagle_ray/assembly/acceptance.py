@@ -40,8 +40,12 @@ from eagle_ray.storage.local import write_atomic
 log = logging.getLogger("eagle_ray")
 ACCEPTANCE_SUFFIX = ".safetensors"
 RECORD_VERSION = 1  # version of the records
-PLANNER, DRAFTER = "planner", "drafter"  # parts of a record
-PARAMETERS, INFORMATION = "parameters", "information"  # names of a calibration's tensors
+# Parts of a record.
+PLANNER = "planner"
+DRAFTER = "drafter"
+# Names of a calibration's tensors.
+FIT_PARAMETERS = "parameters"
+FIT_INFORMATION = "information"
 MIN_DRAFTS = 200  # since the start; fewer say less than what is kept already
 # Share of a calibration's information that is kept: what a job sees counts for more.
 INFORMATION_SHARE = 0.1
@@ -95,7 +99,8 @@ class AcceptanceRecord:
     @torch.inference_mode()
     def store(self) -> None:
         """Write the learned state, if the engine has drafted often enough for it to be meaningful."""
-        engine, planner = self._engine, self._planner
+        engine = self._engine
+        planner = self._planner
         is_sound = engine.is_intact and engine.planner is planner
         if not is_sound or planner.num_offers < MIN_DRAFTS:
             return
@@ -125,7 +130,9 @@ class AcceptanceRecord:
         for name, own in self._engine.learned_state().items():
             if _is_fit(name):
                 tensor = state[name][: len(own)]
-                fits[name] = tensor * INFORMATION_SHARE if name.endswith(INFORMATION) else tensor
+                fits[name] = (
+                    tensor * INFORMATION_SHARE if name.endswith(FIT_INFORMATION) else tensor
+                )
         return fits
 
 
@@ -164,4 +171,4 @@ def _is_fit(name: str) -> bool:
 
     Only those are recorded. The other tensors hold tokens of requests, which a record must not have.
     """
-    return name.rpartition(".")[2] in (PARAMETERS, INFORMATION)
+    return name.rpartition(".")[2] in (FIT_PARAMETERS, FIT_INFORMATION)

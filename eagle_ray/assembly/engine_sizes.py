@@ -278,12 +278,14 @@ class EngineSizes:
             itemsize: bytes of a number of the models.
             stored_kv: dtype of the target's cache; None is the models' dtype.
         """
-        method, vocab_size = speculative.merged_methods, shape.vocab_size
+        method = speculative.merged_methods
+        vocab_size = shape.vocab_size
         kv_numbers_of_layer = kv_elements_per_token(shape)
         kv_itemsize = itemsize if stored_kv is None else stored_kv.itemsize
         # It is gathered, then converted.
         gathered = itemsize if kv_itemsize == itemsize else itemsize + kv_itemsize
-        hidden_size, num_layers = shape.hidden_size, shape.num_hidden_layers
+        hidden_size = shape.hidden_size
+        num_layers = shape.num_hidden_layers
         feature = hidden_size * len(layers_read(parts, num_layers) or [0])
         bounds = replace(speculative.tree_bounds, top_k=min(speculative.top_k, vocab_size))
         tree_rows = 1 if method == "none" else 1 + speculative.max_nodes

@@ -252,11 +252,9 @@ def _context_before_scaling(config: Any) -> str:
 
 def cpu_model_len(config: JobConfig) -> int:
     """Return the maximum sequence length of an engine on a CPU. On a GPU it depends on the card's memory."""
-    limits, speculative, execution = (
-        model_limits(config.model),
-        config.speculative,
-        config.execution,
-    )
+    limits = model_limits(config.model)
+    speculative = config.speculative
+    execution = config.execution
     lengths = limits.lengths(speculative, execution.kv_tokens)
     return lengths.that_fit(lengths.on_cpu(execution.slots, execution.kv_tokens)[1])
 
@@ -273,7 +271,8 @@ def check_models(model: ModelConfig, speculative: SpeculativeConfig) -> None:
         check_datastore(speculative.datastore)
     if not reads_draft(speculative.merged_methods, model.drafts):
         return
-    paths, target = draft_paths(model, speculative), _target_config(model)
+    paths = draft_paths(model, speculative)
+    target = _target_config(model)
     try:
         drafts = check_drafts(speculative.merged_methods, paths, target)
     except EngineError as error:

@@ -150,8 +150,10 @@ class MemoryPlan:
         if of_pass is not None:
             # Graphs keep a pass's tensors too.
             passes = 2 * of_pass + sizes.temporary(lengths.max_model_len)
-            graphs, graphs_per_slot = GRAPH_BYTES, SLOT_GRAPH_BYTES
-        kv, feature = sizes.kv_per_token, sizes.feature_per_token
+            graphs = GRAPH_BYTES
+            graphs_per_slot = SLOT_GRAPH_BYTES
+        kv = sizes.kv_per_token
+        feature = sizes.feature_per_token
         parts = (kv, feature, sizes.per_slot, passes, graphs, process, memory)
         on_gpu = None if of_pass is None else sizes
         return cls(
@@ -323,7 +325,8 @@ class MemoryPlan:
 
     def _too_small(self, memory: DeviceMemory) -> str:
         used = memory.total - memory.free + self.target - self.elsewhere + self.draft
-        left, needed = max(self.for_slots, 0) / 1e9, self.lengths.usual * self.per_token / 1e9
+        left = max(self.for_slots, 0) / 1e9
+        needed = self.lengths.usual * self.per_token / 1e9
         return (
             f"the GPU has {memory.total / 1e9:.0f} GB, of which weights take {used / 1e9:.1f} GB; {left:.1f} GB are "
             f"left for keys and values, and one sequence takes {needed:.1f} GB: set execution.gpus_per_actor to more, "

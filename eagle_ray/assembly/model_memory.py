@@ -60,17 +60,20 @@ def plan_memory(
         has_ranks: whether the target is one rank's part.
     """
     assert args.max_model_len is not None, "`within` sets it to the target's own"
-    device, parts = causal_lm.device, drafts_of(weights)
+    device = causal_lm.device
+    parts = drafts_of(weights)
     shape = causal_lm.config.get_text_config(decoder=True)
     lengths = SequenceLengths.of(speculative, shape.vocab_size, args.max_model_len, args.guaranteed)
     if isinstance(args.kv_tokens, int):
         _check_kv_tokens(args.kv_tokens, lengths.tree_columns)
-    itemsize, on_gpu = input_embedding(causal_lm).weight.itemsize, device.type == "cuda"
+    itemsize = input_embedding(causal_lm).weight.itemsize
+    on_gpu = device.type == "cuda"
     kv_dtype = args.stored_kv or cache_dtype(causal_lm)
     sizes = EngineSizes.of(
         shape, parts, speculative, itemsize, on_gpu, not use_triton(device), kv_dtype
     )
-    target, draft = weight_bytes(causal_lm), sum(map(weight_bytes, parts))
+    target = weight_bytes(causal_lm)
+    draft = sum(map(weight_bytes, parts))
     of_pass = memory = None
     if on_gpu:
         prefill_tokens = args.prefill_tokens_on("cuda")
@@ -131,7 +134,8 @@ def plan_checkpoint(
     Raises:
         EngineError: a file of weights cannot be read.
     """
-    execution, speculative = config.execution, config.speculative
+    execution = config.execution
+    speculative = config.speculative
     target_bytes = target_bytes_of(target, shape, dtype, device, config.model, num_ranks)
     of_drafts = [loaded_bytes(draft, dtype) for draft in drafts]
     if target_bytes is None or None in of_drafts:

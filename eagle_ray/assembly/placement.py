@@ -77,8 +77,11 @@ def place_layers(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
         room: bytes available for them on each device. Every device is filled to about the same
             share.
     """
-    total, device_of_layer, used = sum(sizes), [], [0] * len(room)
-    device, share = 0, total / max(1, sum(room))
+    total = sum(sizes)
+    device_of_layer = []
+    used = [0] * len(room)
+    device = 0
+    share = total / max(1, sum(room))
     for i, size in enumerate(sizes):
         while device < len(room) - 1 and _is_full(
             used[device], size, share * room[device], room[device]
@@ -118,7 +121,9 @@ def dispatch(
     model: PreTrainedModel, devices: Sequence[torch.device | str], device_of_layer: Sequence[int]
 ) -> None:
     """Move the model in place, layer i to devices[device_of_layer[i]]; hooks move the activations."""
-    layers, first, base = decoder_layers(model), devices[0], layers_of(model)
+    layers = decoder_layers(model)
+    first = devices[0]
+    base = layers_of(model)
     for name, child in base.named_children():
         if name != "layers":
             child.to(first)

@@ -113,10 +113,8 @@ class Rank:
 def num_ranks(model: ModelConfig, speculative: SpeculativeConfig, args: EngineArgs) -> int:
     """Return the number of ranks of an engine. Raises ConfigError, with the numbers that work, if
     they cannot share the target."""
-    wanted, num_seen = (
-        args.tensor_parallel,
-        torch.cuda.device_count() if device_type(model) == "cuda" else 0,
-    )
+    wanted = args.tensor_parallel
+    num_seen = torch.cuda.device_count() if device_type(model) == "cuda" else 0
     if wanted == 1 or (wanted == "auto" and not 1 < args.num_gpus <= num_seen):
         return 1  # placing layers in turn names how many GPUs are missing
     path = download(model.target, "target")
@@ -255,7 +253,8 @@ def launch_ranks(
     followers = Followers(FOLLOWER_PROGRAM, size, content, args.owns_process)
     torch.set_num_threads(own_threads)
     ranks = RankGroup(0, size, followers.meeting, device_type(model))
-    ranks.why_lost, ranks.when_met = followers.why_lost, followers.note_meeting
+    ranks.why_lost = followers.why_lost
+    ranks.when_met = followers.note_meeting
 
     def end() -> None:
         followers.close()
@@ -297,7 +296,8 @@ class Commands:
     """The commands that rank 0 sends to a follower; each is a method of this class."""
 
     def __init__(self, engine: Engine, lockstep: Follower):
-        self._engine, self._lockstep = engine, lockstep
+        self._engine = engine
+        self._lockstep = lockstep
         if engine.grammars is not None:
             lockstep.when_preparing = engine.grammars.prepare
         self._keeping = ExitStack()

@@ -30,7 +30,9 @@ ROUNDING = 1e-6  # three thirds of a GPU are one
 ACCELERATOR = "accelerator_type:"  # how the resource that names a node's kind of GPU begins
 RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set for the driver of a Ray job
 
-CPU_SLOTS, MAX_SLOTS = 16, 256  # that `auto` gives an engine
+# Slots that `auto` gives an engine: on a CPU, and at most on a GPU.
+CPU_SLOTS = 16
+MAX_SLOTS = 256
 PREFILL_TOKENS = EnginesConfig.AUTO_PREFILL_TOKENS
 Auto = Literal["auto"]
 Node = Mapping[str, float]  # a node's resources by Ray's names, such as CPU and GPU
@@ -268,7 +270,8 @@ def _too_few_gpus(
         key = f"{settings.number_key}.min" if is_range else settings.number_key
         each = f"{counted(num_gpus, 'GPU')} of one node each"
         return f"{key}: {min_workers} with {each}, and there is room for {room} ({by_node}). Set it to {room}."
-    largest, ranks = math.floor(max(gpus)) or max(gpus), settings.num_ranks
+    largest = math.floor(max(gpus)) or max(gpus)
+    ranks = settings.num_ranks
     keys = [settings.gpus_key]
     if ranks != "auto" and ranks > 1:
         largest = max(

@@ -115,7 +115,8 @@ def check_comparable(
     first, *others = jobs
     for name in others:
         for key in sorted(values[first].keys() | values[name].keys()):
-            a, b = values[first].get(key), values[name].get(key)
+            a = values[first].get(key)
+            b = values[name].get(key)
             if key not in ignored and a != b:
                 raise ConfigError(
                     f"{flag}: {first} and {name} have {key} {a!r} and {b!r}, and {why}. "

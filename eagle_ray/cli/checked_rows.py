@@ -51,7 +51,8 @@ class CheckedRow:
 
 def seen_target(config: JobConfig) -> CheckedTarget:
     """Read the parts of a job's target that need no weights. Raises ConfigError."""
-    text, limits = load_tokenizer(config.model), model_limits(config.model)
+    text = load_tokenizer(config.model)
+    limits = model_limits(config.model)
     grammars = (
         None if text is None else GrammarCompiler(text.to_json, limits.vocab_size, text.eos_ids)
     )

@@ -101,7 +101,8 @@ def demo_config(output: StoragePath, pair: DemoPair) -> JobConfig:
 
 
 def _demo(output: StoragePath) -> str:
-    started, pair = time.monotonic(), demo_pair()
+    started = time.monotonic()
+    pair = demo_pair()
     config = demo_config(output, pair)
     log.info("loading %s", pair.description)
     live = answer_live(config, _write, LIVE_PER_CATEGORY)

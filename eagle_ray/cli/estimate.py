@@ -96,7 +96,8 @@ def estimate_job(config: JobConfig, num_sampled: int | None = None) -> dict[str,
     slots = bundle.engine.scheduler.num_slots
     wanted = max(MIN_SAMPLED, SAMPLED_PER_SLOT * slots) if num_sampled is None else num_sampled
     drawn = _drawn(plan, 2 * wanted, config.seed)
-    rows, others = drawn[:wanted], drawn[wanted:] or drawn
+    rows = drawn[:wanted]
+    others = drawn[wanted:] or drawn
     log.info(
         "decoding %d of %d rows, the first %d to warm up", len(drawn), plan.num_rows, len(others)
     )
@@ -169,7 +170,8 @@ def estimate_text(estimate: dict[str, Any]) -> str:
     number = estimate["workers"]
     plan = WorkerPlan(number, number, estimate["gpus_per_worker"], estimate["threads"])
     expected, low, high = estimate["output_tokens"]
-    price, unit = estimate["price_per_hour"], "GPU" if estimate["gpus_per_worker"] else "worker"
+    price = estimate["price_per_hour"]
+    unit = "GPU" if estimate["gpus_per_worker"] else "worker"
     priced = (
         f"at {money(price)} for a {unit} hour"
         if price

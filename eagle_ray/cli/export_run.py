@@ -48,7 +48,8 @@ def export(run: StoragePath, to: str, target: str | None, partial: bool, overwri
         partial: whether an unfinished run may be exported.
         overwrite: whether to replace an existing target, unless it is the run's own file.
     """
-    state, data = state_of(run), data_of(run)
+    state = state_of(run)
+    data = data_of(run)
     record = state.record
     if target is not None:
         _check_free(target, run, record, overwrite)

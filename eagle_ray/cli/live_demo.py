@@ -88,7 +88,8 @@ def answer_live(config: JobConfig, write: Write, per_category: int) -> LiveResul
     )
     causal_lm, engines = _engines(config, questions)
     engines[OURS].planner = recorder = RecordingPlanner(engines[OURS].planner, keeps_trees=True)
-    turns, trees = [], []
+    turns = []
+    trees = []
     for turn in _turns(engines, questions, text, write):
         turns.append(turn)
         trees.append(recorder.best_tree(turn.answers[OURS][0]))
@@ -152,7 +153,8 @@ def _hide(piece: str) -> None:
 
 
 def _line(turn: Round) -> str:
-    ours, plain = turn.samples[OURS], turn.samples[PLAIN_NAME]
+    ours = turn.samples[OURS]
+    plain = turn.samples[PLAIN_NAME]
     same = turn.answers[OURS][0].output_ids == turn.answers[PLAIN_NAME][0].output_ids
     return (
         f"{ours.tokens_per_second:.0f} tokens/s at {ours.tau:.2f} tokens a pass, plain decoding "
@@ -181,7 +183,8 @@ def _table(turns: Sequence[Round]) -> str:
     lines = []
     for task in [*dict.fromkeys(turn.group for turn in turns), None]:
         own = [turn for turn in turns if task in (turn.group, None)]
-        ours, plain = total(own, OURS), total(own, PLAIN_NAME)
+        ours = total(own, OURS)
+        plain = total(own, PLAIN_NAME)
         line = [
             task or "all",
             f"{len(own)}",

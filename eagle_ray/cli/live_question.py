@@ -20,7 +20,9 @@ class LiveQuestion:
     """A row of the demo's input: its category, its last message, and a function that makes a new sequence of it."""
 
     def __init__(self, request: Request, config: JobConfig, text: Tokenizer):
-        self._request, self._config, self._text = request, config, text
+        self._request = request
+        self._config = config
+        self._text = text
         self.category = str(request.carried.get(GROUP_BY))
         assert request.messages is not None, "the demo's rows have messages"
         last_message = str(template_messages(request.messages)[-1]["content"])
@@ -38,7 +40,8 @@ class AnswerPrinter:
     """Prints a sequence's text as it grows."""
 
     def __init__(self, sequence: engine_sequence.Sequence, text: Tokenizer, write: Write):
-        self._sequence, self._write = sequence, write
+        self._sequence = sequence
+        self._write = write
         self._stream = text.decode_stream([])
         self._num_written = 0
 

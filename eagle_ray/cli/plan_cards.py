@@ -39,7 +39,8 @@ from eagle_ray.runs.layout import output_of
 START_S = 60.0  # of a worker on a GPU: 50 s for an 8B on an H100, 2026-11-27 (jobs/results/gpu.md), and Ray's
 # Relative standard deviations of a speed: of one that a start has measured, and of a planned one. Passes of one
 # model on two cards are planned to within 9 %; a whole step has parts besides, and other cards were not measured.
-MEASURED_SPREAD, PLANNED_SPREAD = 0.15, 0.25
+MEASURED_SPREAD = 0.15
+PLANNED_SPREAD = 0.25
 PLANNED = "~"  # before a number that is planned in any part
 
 

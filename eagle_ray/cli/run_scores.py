@@ -31,8 +31,11 @@ SAMPLE_SCORE_COLUMNS = (
     "passed",
     "score",
 )
-ID, SAMPLE, TURN = "request_id", "sample_index", "turn_index"
-JUDGED_ID, JUDGED_SAMPLE = f"input_{ID}", f"input_{SAMPLE}"
+SCORED_ID = "request_id"
+SAMPLE = "sample_index"
+TURN = "turn_index"
+JUDGED_ID = f"input_{SCORED_ID}"
+JUDGED_SAMPLE = f"input_{SAMPLE}"
 TABLE_READERS = {
     ".parquet": pq.read_table,
     ".jsonl": pyarrow.json.read_json,
@@ -70,7 +73,7 @@ def run_scores(
     else:
         column, values = _scores_in(source, score)
     by = GROUP_BY if GROUP_BY in schema.names else None
-    id_column = JUDGED_ID if judged else ID
+    id_column = JUDGED_ID if judged else SCORED_ID
     answers = "input_text" if judged and "input_text" in schema.names else "text"
     samples = _samples(output, id_column, answers, by, column, values, pattern)
     return {"column": column, "by": by} | score_report(samples, pass_at)
@@ -86,7 +89,7 @@ def _samples(
     pattern: re.Pattern[str] | None,
 ) -> Iterator[ScoredSample]:
     names = [
-        ID,
+        SCORED_ID,
         id_column,
         SAMPLE,
         answers,
@@ -96,7 +99,7 @@ def _samples(
     for table in read_tables(data_of(output), list(dict.fromkeys(names))):
         groups = as_text(table[by]).to_pylist() if by else [""] * len(table)
         for row, group in zip(table.to_pylist(maps_as_pydicts="lossy"), groups, strict=True):
-            value = row[column] if values is None else values.get((row[ID], row[SAMPLE]))
+            value = row[column] if values is None else values.get((row[SCORED_ID], row[SAMPLE]))
             yield ScoredSample(
                 str(row[id_column]), group, as_score(value), _answer_in(row[answers], pattern)
             )
@@ -145,10 +148,10 @@ def _scores_in(source: str, score: str | None) -> tuple[str, dict[Key, Any]]:
     except (OSError, pa.ArrowException, OverflowError, UnicodeError) as error:
         raise ConfigError(f"--scores: cannot read {path}: {one_line(error)}") from None
     column = _score_column(table.column_names, score, path)
-    id_column = next((name for name in (ID, "id") if name in table.column_names), None)
+    id_column = next((name for name in (SCORED_ID, "id") if name in table.column_names), None)
     if column is None or id_column is None:
         raise ConfigError(
-            f"--scores: {path} needs a column {ID} or id, and {' or '.join(SAMPLE_SCORE_COLUMNS)} or --score"
+            f"--scores: {path} needs a column {SCORED_ID} or id, and {' or '.join(SAMPLE_SCORE_COLUMNS)} or --score"
         )
     return column, _by_key(rows, id_column, SAMPLE, column, path)
 

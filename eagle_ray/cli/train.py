@@ -32,7 +32,9 @@ from eagle_ray.storage.path import StoragePath
 from eagle_ray.training.job.conversations import TextSource, prompts_of, user_turn_prefix
 
 log = logging.getLogger("eagle_ray")
-PROMPTS, ANSWERS, USER_TURNS = "prompts.jsonl", "answers", "user_turns"
+PROMPTS_FILE = "prompts.jsonl"
+ANSWERS = "answers"
+USER_TURNS = "user_turns"
 MIN_PROMPT_CHARS = 8  # a shorter text is rarely a question
 Row = dict[str, Any]
 
@@ -111,7 +113,7 @@ def answer_prompts(config: TrainConfig) -> str:
 
 def _answer_prompts(config: TrainConfig) -> str:
     output = StoragePath.of(config.output.path)
-    prompts = output / PROMPTS
+    prompts = output / PROMPTS_FILE
     if not prompts.exists() or config.output.if_exists == "overwrite":
         rows = (
             _user_turns(config, output) if config.data.user_turns.count else _given_prompts(config)
@@ -137,7 +139,8 @@ def batch_job(
     config: TrainConfig, source: StoragePath, output: StoragePath, sampling: dict[str, Any]
 ) -> JobConfig:
     """Return the configuration of a batch job in which the target answers the rows of `source`."""
-    target, answers = config.model, config.data.answers
+    target = config.model
+    answers = config.data.answers
     values = {
         "name": f"{config.name}-{output.name}",
         "input.path": str(source),
@@ -176,7 +179,8 @@ def _user_turns(config: TrainConfig, output: StoragePath) -> Iterator[Row]:
         raise ConfigError(
             f"data.user_turns: {config.model.target} has no tokenizer, so it has no chat template"
         )
-    turns, source = config.data.user_turns, output / f"{USER_TURNS}.jsonl"
+    turns = config.data.user_turns
+    source = output / f"{USER_TURNS}.jsonl"
     ids = tokenizer.encode(user_turn_prefix(tokenizer), add_special_tokens=False)
     rows = ({"id": f"user-{number:07d}", "prompt_token_ids": ids} for number in range(turns.count))
     source.write_atomic("".join(dump_json(row) + "\n" for row in rows).encode())

@@ -146,7 +146,8 @@ def _first_prompt(good: Iterable[CheckedRow], seen: CheckedTarget | None, is_sho
 
 
 def _model(config: JobConfig) -> str:
-    method, drafts = config.speculative.merged_methods, config.model.drafts
+    method = config.speculative.merged_methods
+    drafts = config.model.drafts
     draft = f"head {config.model.draft_name}" if reads_draft(method, drafts) else "no draft head"
     return f"model    {config.model.target}, {draft}, method {config.method_name}"
 

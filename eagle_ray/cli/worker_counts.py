@@ -23,9 +23,9 @@ from eagle_ray.cli.estimate import SampledRow, drawn_seconds, quantile
 from eagle_ray.config import JobConfig
 from eagle_ray.report.cost import HOUR_S, money, priced_hours
 from eagle_ray.report.text import NO_VALUE, render
+from eagle_ray.scaling.work import LIKELY, SURE
 
 MAX_PLANNED_WORKERS = 256
-LIKELY, SURE = 0.8, 0.95  # shares of the draws that end by then
 MOMENT = "%m-%d %H:%M"
 NUM_SPEEDS = 9  # for each draw of rows
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 
-HUB, DELTA, ICEBERG = "hf://datasets/", "delta:", "iceberg:"
+HUB = "hf://datasets/"
+DELTA = "delta:"
+ICEBERG = "iceberg:"
 DESTINATION_FORM = (
     "hf://datasets/OWNER/NAME[/FOLDER], delta:TABLE for a directory or s3:// address, or "
     "iceberg:[CATALOG/]NAMESPACE.TABLE"

@@ -171,7 +171,8 @@ def load_train_config(
 ) -> TrainConfig:
     """Return one validated training configuration. Takes the arguments of ``load_config`` and raises its errors."""
     config = _validated(TrainConfig, _settings(path, sets, env, overrides))
-    data, model = config.data, config.model
+    data = config.data
+    model = config.model
     if (data.path is None) != bool(data.user_turns.count):
         raise ConfigError(
             "data.path: give either texts (also: -i) or a number of prompts as data.user_turns.count"
@@ -286,7 +287,8 @@ class _Loader(yaml.SafeLoader):
     """YAML loader that reads 1e-3 as a number and rejects duplicate keys. PyYAML does neither by default."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        mapping, seen = super().construct_mapping(node, deep), set()
+        mapping = super().construct_mapping(node, deep)
+        seen = set()
         for key_node, _ in node.value:
             if (key := self.construct_object(key_node, deep=True)) in seen:
                 raise yaml.constructor.ConstructorError(
@@ -509,7 +511,8 @@ def _wrong_value(
     root: type[BaseModel], key: str, details: list[ErrorDetails], settings: list[ConfigSetting]
 ) -> str:
     """Return the line of a wrong value. details: all its errors."""
-    detail, allowed = details[0], allowed_text(_allowed(root, key), details)
+    detail = details[0]
+    allowed = allowed_text(_allowed(root, key), details)
     if detail["type"] == "missing":
         return f"{key}: missing; it must be {allowed}"
     given = [s for s in settings if s.key == key or s.key.startswith(key + ".")]

@@ -71,7 +71,8 @@ def check_model_names(config: JobConfig | ServeConfig) -> None:
 
     Also raises it for a chat section whose values do not fit together.
     """
-    model, method = config.model, config.speculative.merged_methods
+    model = config.model
+    method = config.speculative.merged_methods
     _check_name("target", model.target)
     _check_sources(config.speculative)
     if reads_draft(method, model.drafts):
@@ -107,7 +108,8 @@ def with_draft(config: Config, draft: str | list[str] | None) -> Config:
 
 def check_num_drafts(method: str, model: ModelConfig) -> None:
     """Raise ConfigError unless there is one draft for each part of the method that reads one."""
-    parts, count = draft_parts(method), len(model.drafts)
+    parts = draft_parts(method)
+    count = len(model.drafts)
     if len(parts) != count:
         raise ConfigError(
             f"model.draft: {count} named, and method {method} reads {len(parts)}: {draft_requirement(method)}; "

@@ -421,7 +421,8 @@ def changed_keys(old: dict, new: dict) -> list[str]:
 
     Both arguments are results of ``JobConfig.model_dump(mode="json")``.
     """
-    before, after = _compared(old), _compared(new)
+    before = _compared(old)
+    after = _compared(new)
     keys = (before.keys() | after.keys()) - set(_FREE_ON_RESUME)
     return sorted(key for key in keys if before.get(key) != after.get(key))
 

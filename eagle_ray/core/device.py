@@ -131,7 +131,8 @@ class StepTimer:
         start, drafted, allocated = self._marks[:3]
         # A verify pass that was run again has left more marks between them.
         verified, sent = self._marks[-2:]
-        draft, verify = self._between(start, drafted), self._between(allocated, verified)
+        draft = self._between(start, drafted)
+        verify = self._between(allocated, verified)
         total = self._between(self._begin, sent)
         if not followed:
             total += time.perf_counter() - self._host

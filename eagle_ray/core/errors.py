@@ -28,7 +28,8 @@ class RequestError(Exception):
 
     def __init__(self, code: str, message: str, param: str | None = None):
         super().__init__(message)
-        self.code, self.param = code, param
+        self.code = code
+        self.param = param
 
     def __reduce__(self):
         return type(self), (self.code, str(self), self.param)

@@ -124,7 +124,8 @@ class Sequence:
             raise RequestError("invalid_sampling", fault)
 
     def _contradiction(self) -> str | None:
-        sampling, allowed = self.sampling, self.sampling.allowed_token_ids
+        sampling = self.sampling
+        allowed = self.sampling.allowed_token_ids
         if allowed is not None and singles_of(self.bad_word_ids).issuperset(allowed):
             return "bad_words forbid every one of allowed_token_ids. Allow at least one more token."
         closing = set() if self.reasoning is None else set(self.reasoning.closings[0])
@@ -217,9 +218,11 @@ class Sequence:
         del self.output_logprobs[keep:]
         del self.output_tops[keep:]
         if dead_end is not None:
-            self.status, self.error = SequenceStatus.FINISHED, dead_end.error
+            self.status = SequenceStatus.FINISHED
+            self.error = dead_end.error
         elif reason is not None:
-            self.status, self.finish_reason = SequenceStatus.FINISHED, reason
+            self.status = SequenceStatus.FINISHED
+            self.finish_reason = reason
             if self.grammar is not None:
                 self.grammar.sync(self.output_ids)
         return num_discarded
@@ -252,7 +255,9 @@ def start_controls(sequence: Sequence, eos_ids: frozenset[int], vocab_size: int)
     Raises RequestError for tokens that the target lacks, and for controls that forbid every token.
     """
     check_token_ids(sequence, vocab_size)
-    sampling, bad_word_ids, reasoning = sequence.sampling, sequence.bad_word_ids, sequence.reasoning
+    sampling = sequence.sampling
+    bad_word_ids = sequence.bad_word_ids
+    reasoning = sequence.reasoning
     if sequence.grammar is None and not has_controls(sampling, bad_word_ids, reasoning):
         return
     ends = eos_ids.union(sampling.stop_token_ids)
@@ -280,7 +285,8 @@ def new_controls(
         ends: ids of EOS and stop tokens.
         grammar: state of the output's grammar before its first token; the controls advance it.
     """
-    words, reasoning = sequence.bad_word_ids, sequence.reasoning
+    words = sequence.bad_word_ids
+    reasoning = sequence.reasoning
     return ControlState(
         sequence.sampling, words, sequence.prompt_ids, ends, vocab_size, grammar, reasoning
     )
@@ -350,7 +356,8 @@ def check_token_range(sequence: Sequence, vocab_size: int) -> None:
         ids_by_source[scores.source] = ids_by_source.get(scores.source, []) + behind
 
     for source, ids in ids_by_source.items():
-        low, high = min(ids), max(ids)
+        low = min(ids)
+        high = max(ids)
         if low < 0 or high >= vocab_size:
             unknown = low if low < 0 else high
             message = (

@@ -54,7 +54,8 @@ CATCH_UP_TURNS = 3
 # Larger passes are not measured where there are many slots: the curve's last line goes on.
 MEASURED_ROWS_PER_SLOT = 4
 CATCH_UP_STEPS = 7  # plain steps before a draft whose first pass is measured with much to catch up
-SHORT_PROMPT, LONG_PROMPT = 2, 512  # tokens
+SHORT_PROMPT = 2  # tokens
+LONG_PROMPT = 512  # tokens
 SHARED_PROMPT = 8 * BLOCK_SIZE + 1  # tokens: all but the last are in blocks that sequences share
 # Sequences behind it: of 8 what a longer context costs once is a third of what is measured.
 MAX_SHARED = 32
@@ -108,7 +109,8 @@ class ScriptedPlanner:
         )
 
     def allocate(self, draft: Draft, plan: DraftPlan, batch: DecodeBatch) -> Allocation:
-        allocation, setting = Allocation.uniform(draft, self.setting.num_nodes), self.setting
+        allocation = Allocation.uniform(draft, self.setting.num_nodes)
+        setting = self.setting
         return replace(allocation, num_rows=max(len(batch) * setting.num_nodes, setting.num_rows))
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -188,19 +190,21 @@ def calibration_mode(
         distinct_prompts: as for CalibrationRun.
     """
     assert not engine.has_work, "an engine at work cannot be measured"
-    planner, counters, overlap = engine.planner, engine.counters, engine.overlap
-    engine.planner, engine.counters, engine.overlap = (
-        set_planner,
-        EngineCounters(counters.num_slots),
-        False,
-    )
+    planner = engine.planner
+    counters = engine.counters
+    overlap = engine.overlap
+    engine.planner = set_planner
+    engine.counters = EngineCounters(counters.num_slots)
+    engine.overlap = False
     bench = CalibrationRun(engine, set_planner, distinct_prompts)
     try:
         yield bench
     finally:
         bench.clear()
         engine.reset_learning()
-        engine.planner, engine.counters, engine.overlap = planner, counters, overlap
+        engine.planner = planner
+        engine.counters = counters
+        engine.overlap = overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +375,11 @@ class CalibrationRun:
     """
 
     def __init__(self, engine: Engine, planner: ScriptedPlanner, distinct_prompts: bool = False):
-        self._engine, self._planner, self._distinct_prompts = engine, planner, distinct_prompts
-        self._num_added, self.temperature = 0, 0.0
+        self._engine = engine
+        self._planner = planner
+        self._distinct_prompts = distinct_prompts
+        self._num_added = 0
+        self.temperature = 0.0
         self.num_slots = self.max_concurrent(SHORT_PROMPT)
         self._running: list[Sequence] = []
         self._context_steps: list[CalibrationSetting] = []  # a plain step and one with trees
@@ -519,7 +526,8 @@ class CalibrationRun:
             del self._running[setting.batch_size :]
             while len(self._running) < setting.batch_size:
                 self._add(length)
-            self._planner.setting, self._planner.outcome = setting, None
+            self._planner.setting = setting
+            self._planner.outcome = None
             self._engine.step()
             if error := self._engine.counters.planner_error:
                 raise RuntimeError(f"the planner failed in a measured step: {error}")

@@ -212,13 +212,16 @@ def target_pass(
     prompted = None
     if step.prompts is not None:
         output, prompted = target.forward_mixed(tree, rows, at, shape.max_depth, step.prompts)
-        logits, features = output.logits, output.features
+        logits = output.logits
+        features = output.features
     elif needs_logits or not target.finds_likeliest:
         output = target.verify(tree, rows, at, shape.max_depth)
-        logits, features = output.logits, output.features
+        logits = output.logits
+        features = output.features
     else:
         passed = target.verify_likeliest(tree, rows, at, shape.max_depth)
-        likeliest, features = passed.tokens, passed.features
+        likeliest = passed.tokens
+        features = passed.features
         is_finite = passed.is_finite
     mark()
     return TargetPass(

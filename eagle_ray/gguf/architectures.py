@@ -26,9 +26,11 @@ TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
 }
 GGUF_LM_HEAD = "output.weight"  # missing if the lm_head is tied to the embedding
-FACTORS_LONG, FACTORS_SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+FACTORS_LONG = "rope_factors_long.weight"
+FACTORS_SHORT = "rope_factors_short.weight"
 DEFAULT_THETA = 10000.0  # base of rotary embeddings in files that name none
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING_LAYER = "sliding_attention"
+FULL_LAYER = "full_attention"
 # Keys that change nothing: copies of other keys, and what only llama.cpp's own programs read.
 UNUSED_KEYS = frozenset(
     ("vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "pooling_type")
@@ -123,12 +125,12 @@ def _named(kind: str, names: Mapping[str, str]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------- tensors
-QKV = {
+QKV_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
 }
-ATTENTION_TENSORS = QKV | {"attn_output": "self_attn.o_proj"}
+ATTENTION_TENSORS = QKV_NAMES | {"attn_output": "self_attn.o_proj"}
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
@@ -150,16 +152,16 @@ GLM_NORMS = {
     "post_ffw_norm": "post_mlp_layernorm",
 }
 LLAMA_LAYER = _named("weight", PRE_NORMS | ATTENTION_TENSORS | MLP)
-GATE_UP = "mlp.experts.gate_up_proj"
+GATE_UP_NAME = "mlp.experts.gate_up_proj"
 DOWN = "mlp.experts.down_proj"
 EXPERTS = {
-    "ffn_gate_exps.weight": GATE_UP,
-    "ffn_up_exps.weight": GATE_UP,
+    "ffn_gate_exps.weight": GATE_UP_NAME,
+    "ffn_up_exps.weight": GATE_UP_NAME,
     "ffn_down_exps.weight": DOWN,
 }
 EXPERT_BIASES = {
-    "ffn_gate_exps.bias": f"{GATE_UP}_bias",
-    "ffn_up_exps.bias": f"{GATE_UP}_bias",
+    "ffn_gate_exps.bias": f"{GATE_UP_NAME}_bias",
+    "ffn_up_exps.bias": f"{GATE_UP_NAME}_bias",
     "ffn_down_exps.bias": f"{DOWN}_bias",
 }
 
@@ -228,8 +230,8 @@ def layer_types(keys: MetadataKeys, num_layers: int, pattern: int) -> list[str]:
     """
     stored = keys.get("attention.sliding_window_pattern", pattern)
     if isinstance(stored, list):
-        return [SLIDING if is_sliding else FULL for is_sliding in stored]
-    return [SLIDING if (layer + 1) % stored else FULL for layer in range(num_layers)]
+        return [SLIDING_LAYER if is_sliding else FULL_LAYER for is_sliding in stored]
+    return [SLIDING_LAYER if (layer + 1) % stored else FULL_LAYER for layer in range(num_layers)]
 
 
 def _two_bases(
@@ -238,8 +240,8 @@ def _two_bases(
     """Return rotary parameters of both kinds of layers; only those that see all tokens are scaled."""
     theta = config["rope_parameters"]["rope_theta"]
     return {
-        FULL: scaled_rope(keys, theta),
-        SLIDING: {
+        FULL_LAYER: scaled_rope(keys, theta),
+        SLIDING_LAYER: {
             "rope_type": "default",
             "rope_theta": keys.get("rope.freq_base_swa", sliding_theta),
         },
@@ -275,7 +277,7 @@ def _gemma3(keys: MetadataKeys, file: GGUFFile, config: dict[str, Any]) -> dict[
         "attn_logit_softcapping": None,
         "final_logit_softcapping": keys.get("final_logit_softcapping"),
         "sliding_window": window,
-        "layer_types": layer_types(keys, num_layers, 6) if window else [FULL] * num_layers,
+        "layer_types": layer_types(keys, num_layers, 6) if window else [FULL_LAYER] * num_layers,
         "rope_parameters": _two_bases(keys, config, sliding_theta=10000.0),
         "use_bidirectional_attention": False,
     }
@@ -416,7 +418,7 @@ ARCHITECTURES = {  # by general.architecture
     "qwen2": Architecture(
         ("qwen2",),
         "Qwen2ForCausalLM",
-        LLAMA_LAYER | _named("bias", QKV),
+        LLAMA_LAYER | _named("bias", QKV_NAMES),
         constants=LLAMA_CONFIG,
     ),
     "qwen3": Architecture(
@@ -430,7 +432,7 @@ ARCHITECTURES = {  # by general.architecture
         "Qwen3MoeForCausalLM",
         _named("weight", PRE_NORMS | ATTENTION_TENSORS | QK_NORMS | {"ffn_gate_inp": "mlp.gate"})
         | EXPERTS,
-        joins={GATE_UP: one_after_the_other},
+        joins={GATE_UP_NAME: one_after_the_other},
         constants=SILU
         | {
             "attention_bias": False,
@@ -488,7 +490,7 @@ ARCHITECTURES = {  # by general.architecture
         ("glm4",),
         "Glm4ForCausalLM",
         _named("weight", GLM_NORMS | ATTENTION_TENSORS | FUSED_MLP),
-        biases=_named("bias", QKV),
+        biases=_named("bias", QKV_NAMES),
         constants=SILU,
         config=_glm4,
         partial_rotary=True,
@@ -507,8 +509,8 @@ ARCHITECTURES = {  # by general.architecture
         | EXPERTS
         | EXPERT_BIASES,
         joins={
-            GATE_UP: interleaved,
-            f"{GATE_UP}_bias": interleaved_biases,
+            GATE_UP_NAME: interleaved,
+            f"{GATE_UP_NAME}_bias": interleaved_biases,
             DOWN: inputs_first,
         },
         constants=SILU | {"attention_bias": True},

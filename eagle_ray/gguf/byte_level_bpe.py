@@ -70,7 +70,8 @@ def _cased(ending: str, digits: str) -> list[dict[str, Any]]:
         ending: regular expression of what may end a word, such as 's.
         digits: regular expression of a number.
     """
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     first = r"[^\r\n\p{L}\p{N}]?"
     words = rf"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
     return _split_by(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}")
@@ -96,7 +97,8 @@ SCHEMES = {  # by tokenizer.ggml.pre
 
 def byte_level_json(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the content of tokenizer.json. Raises GGUFError for an unknown way to split text, KeyError."""
-    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = metadata["tokenizer.ggml.merges"]
     scheme = _scheme(metadata)
     return {
         "version": "1.0",

@@ -207,7 +207,8 @@ def check_names(file: GGUFFile, config: dict[str, Any]) -> None:
     Args:
         config: content of config.json.
     """
-    kind, architecture = config["model_type"], file.metadata.get("general.architecture")
+    kind = config["model_type"]
+    architecture = file.metadata.get("general.architecture")
     if kind not in OF_MODEL_TYPE:
         raise GGUFError(
             f"model_type {kind!r} is not read from GGUF files. Use one of {', '.join(OF_MODEL_TYPE)}"

@@ -82,7 +82,8 @@ def merges_of(tokens: list[str], ranks: list[int]) -> list[list[str]]:
     pairs = []
     for token, rank in zip(tokens, ranks, strict=True):
         for cut in range(1, len(token)):
-            left, right = token[:cut], token[cut:]
+            left = token[:cut]
+            right = token[cut:]
             if left in ids and right in ids:
                 pairs.append((rank, -cut, left, right))
     pairs.sort(key=lambda pair: pair[:2])

@@ -86,7 +86,8 @@ class Calibration:
             reached: whether the target's path contains the node; other rows are ignored.
         """
         levels = slice(len(log_probs))
-        one, first = torch.ones_like(log_probs), torch.zeros_like(log_probs)
+        one = torch.ones_like(log_probs)
+        first = torch.zeros_like(log_probs)
         first[..., :1] = 1.0
         signals = [] if confidence is None else [bounded(confidence)[:, :, None].expand_as(one)]
         x = torch.stack([logit(log_probs), one, first, *signals], 3)
@@ -327,7 +328,8 @@ def target_path(
         num_offered: number of nodes per level that were expanded, on the device; these are the
             first nodes of the level. None is all.
     """
-    nodes, on_path = [torch.zeros_like(num_accepted)], [num_accepted >= 0]
+    nodes = [torch.zeros_like(num_accepted)]
+    on_path = [num_accepted >= 0]
     for depth, level in enumerate(levels[1:]):
         frontier = level.frontier
         assert frontier is not None, "only the first level's parents are the roots"
@@ -406,12 +408,11 @@ class OnlineFit:
         device: torch.device | str,
     ):
         self._start = torch.tensor(start, device=device)
-        self.low, self.high = torch.tensor(low, device=device), torch.tensor(high, device=device)
-        self.precision, self.memory, self.largest_step = (
-            precision,
-            float(CALIBRATION_MEMORY),
-            LARGEST_STEP,
-        )
+        self.low = torch.tensor(low, device=device)
+        self.high = torch.tensor(high, device=device)
+        self.precision = precision
+        self.memory = float(CALIBRATION_MEMORY)
+        self.largest_step = LARGEST_STEP
         self.prior = _prior(levels, sets, precision * torch.eye(len(start), device=device))
         self.parameters = self._start.repeat(levels, sets, 1)
         self.information = torch.zeros(levels, sets, len(start), len(start), device=device)

@@ -555,9 +555,11 @@ class Angles:
 
     def __call__(self, positions: Int[Tensor, " R"]) -> Rotary:
         angles = positions[:, None] * self._frequencies
-        cosine, sine = angles.cos(), angles.sin()
+        cosine = angles.cos()
+        sine = angles.sin()
         if self._scale != 1.0:
-            cosine, sine = cosine * self._scale, sine * self._scale
+            cosine = cosine * self._scale
+            sine = sine * self._scale
         if self._num_still:
             cosine = F.pad(cosine, (0, self._num_still), value=1.0)
             sine = F.pad(sine, (0, self._num_still))
@@ -606,9 +608,11 @@ def rotary_pairs(
         return None
     pair = torch.arange(num_pairs)
     still = torch.arange(2 * num_pairs, head_dim).view(2, -1)
-    first, second = (pair, pair + num_pairs)
+    first = pair
+    second = pair + num_pairs
     if form.rotates_neighbours:
-        first, second = (2 * pair, 2 * pair + 1)
+        first = 2 * pair
+        second = 2 * pair + 1
     order = torch.cat([first, still[0], second, still[1]])
     return order.to(frequencies.device)
 

@@ -68,7 +68,8 @@ class Fp8Experts(nn.Module):
         chosen: Int[Tensor, "R k"],
         weights: Float[Tensor, "R k"],
     ) -> Float[Tensor, "R H"]:
-        gate_ups, downs = self.gate_up.dequantize(hidden.dtype), self.down.dequantize(hidden.dtype)
+        gate_ups = self.gate_up.dequantize(hidden.dtype)
+        downs = self.down.dequantize(hidden.dtype)
         out = torch.zeros_like(hidden)
         for expert in chosen.unique().tolist():
             rows, choices = torch.where(chosen == expert)

@@ -30,7 +30,8 @@ class GpuLinear(nn.Module):
 
     def __init__(self, out_features: int, in_features: int, bias: Float[Tensor, " O"] | None):
         super().__init__()
-        self.out_features, self.in_features = out_features, in_features
+        self.out_features = out_features
+        self.in_features = in_features
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     @property
@@ -105,7 +106,8 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
     """
     ends = [part.data_ptr() + part.nbytes for part in parts]
     begins = [part.data_ptr() for part in parts]
-    num_rows, first = sum(map(len, parts)), parts[0]
+    num_rows = sum(map(len, parts))
+    first = parts[0]
     if begins[1:] == ends[:-1] and _bytes_from(first) >= sum(part.nbytes for part in parts):
         return first.as_strided((num_rows, *first.shape[1:]), first.stride())
     whole = torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)

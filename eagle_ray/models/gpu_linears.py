@@ -73,10 +73,8 @@ class Fp8Linear(GpuLinear):
 
     def merged(self, parts: Sequence[GpuLinear]) -> Fp8Linear:
         layers = cast(Sequence[Fp8Linear], parts)
-        values, scale = (
-            joined_rows([x.values for x in layers]),
-            joined_rows([x.scale for x in layers]),
-        )
+        values = joined_rows([x.values for x in layers])
+        scale = joined_rows([x.scale for x in layers])
         return Fp8Linear(Fp8Weight(values, scale), joined_biases(layers))
 
     def forward(self, inputs: Float[Tensor, "*rows I"] | ScaledRows) -> Float[Tensor, "*rows O"]:
@@ -90,7 +88,8 @@ class Fp8Linear(GpuLinear):
 
     def multiply_many(self, rows: ScaledRows) -> Float[Tensor, "R O"]:
         by_row = ScalingType.RowWise
-        weight, scale = self.values.t(), self.scale.t()
+        weight = self.values.t()
+        scale = self.scale.t()
         return scaled_mm(
             rows.values,
             weight,
@@ -287,7 +286,8 @@ def quantize_fp8(module: nn.Module, device: torch.device | str | None = None) ->
                 f"model.quantization: {name} is {linear.out_features} x {linear.in_features}, and FP8 needs multiples "
                 f"of {FP8_MULTIPLE}. Set it to none."
             )
-        weight, bias = linear.weight.detach().to(device), linear.bias
+        weight = linear.weight.detach().to(device)
+        bias = linear.bias
         parent, _, own = name.rpartition(".")
         quantised = Fp8Linear(
             fp8_weight(weight), None if bias is None else bias.detach().to(device)

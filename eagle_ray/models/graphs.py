@@ -165,7 +165,9 @@ class CudaGraphRunner:
     def __init__(
         self, device: torch.device | str, num_slots: int, capacity: int, fused: bool = False
     ):
-        self._device, self._num_slots, self._fused = torch.device(device), num_slots, fused
+        self._device = torch.device(device)
+        self._num_slots = num_slots
+        self._fused = fused
         self._sizes: dict[tuple[SizeRule, int], list[int]] = {}  # by rule and largest size
         self.contexts = [capacity] if fused else _contexts(self._device.type, capacity)
         # By last use.
@@ -374,7 +376,8 @@ class CudaGraphRunner:
         self, key: tuple[Hashable, ...], function: Callable[..., Any], inputs: InputBuffers
     ) -> EagerGraph | CudaGraph | None:
         """Capture a pass, or return None if that fails."""
-        started, before = time.monotonic(), self.used_bytes()
+        started = time.monotonic()
+        before = self.used_bytes()
         self._lacked_memory = False
         graph = self.try_capture(key, function, inputs)
         is_captured = self.agrees(graph is not None) if self.on_cuda else True
@@ -388,9 +391,11 @@ class CudaGraphRunner:
         self._graphs[key] = graph
         if self._is_keeping:
             self._permanent.add(key)
-        seconds, size = time.monotonic() - started, self.used_bytes() - before
+        seconds = time.monotonic() - started
+        size = self.used_bytes() - before
         self.captured[key[0]] += 1
-        self.seconds, self.bytes = self.seconds + seconds, self.bytes + size
+        self.seconds += seconds
+        self.bytes += size
         log.info("recorded %s: %.2f s, %.1f MiB; %s", key, seconds, size / MIB, self.summary)
         return graph
 
@@ -496,7 +501,8 @@ class EagerGraph:
     """
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers):
-        self.inputs, self._function = inputs, function
+        self.inputs = inputs
+        self._function = function
         self._results = function(*inputs.tensors)
 
     def replay(self) -> Any:
@@ -536,7 +542,8 @@ class CudaGraph:
 
     def __init__(self, function: Callable[..., Any], inputs: InputBuffers, pool: CudaPool):
         self._function = function
-        self.inputs, self._graph = inputs, torch.cuda.CUDAGraph()
+        self.inputs = inputs
+        self._graph = torch.cuda.CUDAGraph()
         here = torch.cuda.current_stream()
         pool.stream.wait_stream(here)
         with torch.cuda.stream(pool.stream):

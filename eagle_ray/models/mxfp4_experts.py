@@ -15,7 +15,8 @@ import torch
 from jaxtyping import BFloat16, UInt8
 from torch import Tensor
 
-BLOCKS, SCALES = "_blocks", "_scales"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; 8 to 15 are negative
 EXPONENT_BIAS = 127
 

@@ -45,10 +45,8 @@ MIN_ONEDNN_WEIGHTS = {
     torch.bfloat16: 1,
 }
 # Kernels are made ahead up to these numbers of rows and of weights.
-WARM_ROWS, MAX_WARM_WEIGHTS = (
-    96,
-    1 << 24,
-)
+WARM_ROWS = 96
+MAX_WARM_WEIGHTS = 1 << 24
 MAX_WARM_S = 1.0  # seconds that making kernels may take for one model
 # Projections that read the same input, by the class of their module.
 MERGED: dict[str, list[tuple[str, ...]]] = {}
@@ -89,7 +87,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.product = packed_product(linear.weight, linear.bias)
         self._bias = None if linear.bias is None else linear.bias.detach()
 
@@ -132,8 +131,11 @@ class OutputSlice(nn.Module):
 
     def __init__(self, whole: PackedLinear | QuantizedLinear, begin: int, end: int):
         super().__init__()
-        self.whole, self._begin, self._end = whole, begin, end
-        self.in_features, self.out_features = whole.in_features, end - begin
+        self.whole = whole
+        self._begin = begin
+        self._end = end
+        self.in_features = whole.in_features
+        self.out_features = end - begin
 
     @property
     def weight(self) -> Tensor:

@@ -76,12 +76,12 @@ LAYER_MARKERS = (
     "weight_scale_inv",
 )
 GPTQ_ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}  # by checkpoint_format
-LEFT_OUT, OVERRIDDEN = "-:", "+:"  # how patterns of GPTQ's `dynamic` begin
+# Prefixes of patterns in GPTQ's `dynamic`.
+LEFT_OUT = "-:"
+OVERRIDDEN = "+:"
 # Config_groups may have a class or a pattern's prefix in place of a name.
-LINEAR, PATTERN = (
-    "Linear",
-    "re:",
-)
+LINEAR = "Linear"
+PATTERN = "re:"
 LayerReader = Callable[[LayerTensors], Weight]
 ReaderOf = Callable[[str], LayerReader | None]  # by a layer's name; None if it is dense
 
@@ -502,7 +502,8 @@ class GGUFCheckpoint:
 
     def __init__(self, file: GGUFFile, config: dict[str, Any]):
         check_names(file, config)
-        self.file, self.config = file, config
+        self.file = file
+        self.config = config
         self.sources = sources_of(config)
         if config["tie_word_embeddings"]:
             own = GGUF_LM_HEAD in file.tensors

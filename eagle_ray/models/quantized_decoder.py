@@ -60,7 +60,8 @@ class QuantizedLayers:
 
     def __init__(self, layers: Sequence[QuantizedLayer], norm: Float[Tensor, " H"], eps: float):
         self.layers = list(layers)  # which own what the structures point to
-        self._norm, self._eps = norm, eps
+        self._norm = norm
+        self._eps = eps
         self._structures = (DecoderLayer * len(layers))(*map(_structure, layers))
         # What rows see through each window: all layers of a window point to one structure.
         self._seen = {layer.shape.window: SeenRows() for layer in layers}
@@ -109,7 +110,8 @@ class QuantizedLayers:
             return
         for layer, structure in zip(self.layers, self._structures, strict=True):
             keys, values = cache.layer(layer.shape.layer)
-            structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
+            structure.keys = keys.data_ptr()
+            structure.values = values.data_ptr()
             structure.has_bf16_cache = keys.dtype is torch.bfloat16
         self._cache = cache
 
@@ -121,10 +123,8 @@ def _structure(layer: QuantizedLayer) -> DecoderLayer:
     for name in LAYER_PROJECTIONS:
         projection: QuantizedLinear = getattr(layer, name)
         part = getattr(structure, name)
-        part.weight, part.bias = (
-            ctypes.addressof(projection.packed.descriptor),
-            address(projection.bias),
-        )
+        part.weight = ctypes.addressof(projection.packed.descriptor)
+        part.bias = address(projection.bias)
     norms: dict[str, Tensor | None] = {"input_norm": layer.input_norm, "post_norm": layer.post_norm}
     norms |= {"q_norm": layer.shape.q_norm, "k_norm": layer.shape.k_norm}
     for name, norm in norms.items():

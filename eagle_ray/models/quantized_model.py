@@ -222,7 +222,8 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int]) -> None:
 
 def _fill(model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
     """Read every parameter that is still on the meta device. Tied weights are read once."""
-    stored, quantized = checkpoint.tensor_names(), set(checkpoint.names())
+    stored = checkpoint.tensor_names()
+    quantized = set(checkpoint.names())
     is_tied = model.config.tie_word_embeddings
     missing = []
     for name, parameter in list(model.named_parameters()):

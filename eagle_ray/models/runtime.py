@@ -32,8 +32,12 @@ import torch
 
 from eagle_ray.kernels import cpu_ops
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
-MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # constants of linux/mman.h
+# Constants of malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+# Constants of linux/mman.h.
+MADV_HUGEPAGE = 14
+MADV_COLLAPSE = 25
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HUGE_PAGE = 2 << 20  # bytes
 MIN_REGION = 16 << 20  # bytes: weights and caches, and not the stacks of threads
@@ -89,7 +93,8 @@ def _large_regions() -> list[tuple[int, int]]:
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, _, _, inode, *name = line.split()
         begin, end = (int(address, 16) for address in addresses.split("-"))
-        begin, end = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
+        begin = -(-begin // HUGE_PAGE) * HUGE_PAGE
+        end = end // HUGE_PAGE * HUGE_PAGE
         is_heap = inode == "0" and name in ([], ["[heap]"])
         if access == "rw-p" and is_heap and end - begin >= MIN_REGION:
             regions.append((begin, end))

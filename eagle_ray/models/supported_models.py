@@ -130,7 +130,8 @@ def kv_elements_per_token(config: PretrainedConfig) -> int:
 def logits_postprocessor(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
     """Return the function that the config applies to the lm_head's output: a factor, then a
     soft-cap, each if it has one."""
-    scale, softcap = logit_scale(config), getattr(config, "final_logit_softcapping", None)
+    scale = logit_scale(config)
+    softcap = getattr(config, "final_logit_softcapping", None)
     return (
         scale if softcap is None else lambda logits: torch.tanh(scale(logits) / softcap) * softcap
     )
@@ -222,7 +223,8 @@ class Mask:
 
     def is_chunked(self, chunk: int) -> bool:
         """Return whether a query sees the positions of its chunk up to itself, which is read at the edges of chunks."""
-        key, zero = torch.arange(3 * chunk), torch.tensor(0)
+        key = torch.arange(3 * chunk)
+        zero = torch.tensor(0)
         edges = {0, chunk - 1, chunk, 2 * chunk - 1, 2 * chunk}
         return all(
             torch.equal(
@@ -233,7 +235,8 @@ class Mask:
         )
 
     def _width(self, query: int) -> int:
-        key, zero = torch.arange(query + 2), torch.tensor(0)
+        key = torch.arange(query + 2)
+        zero = torch.tensor(0)
         seen = self.sees(zero, zero, torch.tensor(query), key)
         width = int(seen.sum())
         if not torch.equal(seen, (key > query - width) & (key <= query)):
@@ -298,7 +301,9 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
     Args:
         positions: length of the longest sequence.
     """
-    examination, hidden, name = AttentionProbe(positions, _chunks(model)), [], type(model).__name__
+    examination = AttentionProbe(positions, _chunks(model))
+    hidden = []
+    name = type(model).__name__
     base = layers_of(model)
     if base is model or not getattr(model, "_supports_attention_backend", False):
         raise EngineError(
@@ -316,7 +321,8 @@ def probe(model: PreTrainedModel, logits_of: LogitsOf, positions: int) -> KVSpec
                 use_cache=False,
                 rows=examination,
             )
-            own, ours = out.logits.float(), logits_of(hidden[0]).float()
+            own = out.logits.float()
+            ours = logits_of(hidden[0]).float()
     except (AttributeError, TypeError) as error:  # they were given something that is no tensor
         raise EngineError(f"{name} works on its attention masks by itself ({error})") from error
     finally:

@@ -68,7 +68,8 @@ class PromptBatch:
     ) -> PromptBatch:
         """Build a batch of the given tokens of each prompt, from position `starts` on; without
         starts, from position 0."""
-        starts, lengths = starts or [0] * len(slots), [len(ids) for ids in chunks]
+        starts = starts or [0] * len(slots)
+        lengths = [len(ids) for ids in chunks]
         positions = [
             torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)
         ]
@@ -168,7 +169,8 @@ class TargetModel:
         check_config(config)
         self.model = model.eval()
         self.embed_tokens = input_embedding(model)
-        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         self._feature_layers = feature_layers
         self.feature_size = config.hidden_size * len(feature_layers or [0])
         self.eos_ids = eos_ids(model)
@@ -177,7 +179,8 @@ class TargetModel:
         self._argmax = _argmax_of(self.logits_over(None).linear)
         self._last_position = (max_exact_position(config) or sys.maxsize) - 1
         weight = self.embed_tokens.weight
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device = weight.device
+        self.dtype = weight.dtype
         pin_cuda_numerics(self.device)
         kv_spec = probe(model, self.logits, capacity)
         self._decoder = Decoder.of(model, feature_layers)
@@ -257,12 +260,11 @@ class TargetModel:
             self._prompt_layout(prompts),
             num_rows,
         )
-        tokens, positions = (
-            torch.cat([rows.tokens, prompts.tokens]),
-            torch.cat([rows.positions, prompts.positions]),
-        )
+        tokens = torch.cat([rows.tokens, prompts.tokens])
+        positions = torch.cat([rows.positions, prompts.positions])
         hidden, features = self._run(tokens, positions, layout)
-        mine, theirs = hidden[:num_rows], hidden[num_rows:]
+        mine = hidden[:num_rows]
+        theirs = hidden[num_rows:]
         logits = self.logits(torch.cat([mine, theirs[prompts.last]]))
         trees = TargetOutput(logits[:num_rows], mine, features[:num_rows])
         return trees, TargetOutput(logits[num_rows:], theirs, features[num_rows:])

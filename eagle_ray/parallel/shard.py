@@ -46,7 +46,8 @@ MIXTURES: dict[str, tuple[str, ...]] = {
 BY_ROWS = ("q_proj", "gate_proj", "up_proj")
 OF_KEYS = ("k_proj", "v_proj")
 OF_ROWS = ("q_norm", "k_norm")  # norms, if they have weights for all heads
-QKV, GATE_UP = ("qkv_proj", "gate_up_proj")
+QKV = "qkv_proj"
+GATE_UP = "gate_up_proj"
 SUMMED_BIAS = "down_proj_bias"  # of all experts
 SINKS = "sinks"  # of heads
 BY_INPUTS = ("o_proj", "down_proj")
@@ -273,7 +274,8 @@ class Shard:
     def _qkv_part(self, width: int) -> Part:
         """Return the rows of queries, keys and values of a projection that has them one after the other."""
         head = width // (self.heads + 2 * self.kv_heads)
-        num_queries, num_keys = self.heads * head, self.kv_heads * head
+        num_queries = self.heads * head
+        num_keys = self.kv_heads * head
         [queries] = self.equal_part(0, num_queries).ranges
         [(begin, end)] = self._keys_part(0, num_keys).ranges
         values_at = num_queries + num_keys

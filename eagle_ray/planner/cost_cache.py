@@ -86,7 +86,8 @@ def adopt_costs(name: str, data: bytes) -> None:
     """
     try:
         stored = json.loads(data)
-        parts, costs = stored["of"], costs_of(stored["costs"])
+        parts = stored["of"]
+        costs = costs_of(stored["costs"])
         path = cache_path(parts)
     except COST_FILE_DAMAGES as error:
         raise ValueError(f"it holds no costs of steps ({type(error).__name__}: {error})") from None

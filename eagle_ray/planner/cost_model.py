@@ -95,12 +95,10 @@ class CostCurve:
         if rows > self.rows[-1]:
             return self._rising[-1] + self._slope_beyond * (rows - self.rows[-1])
         right = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
-        a, b, x, y = (
-            self.rows[right - 1],
-            self.rows[right],
-            self._rising[right - 1],
-            self._rising[right],
-        )
+        a = self.rows[right - 1]
+        b = self.rows[right]
+        x = self._rising[right - 1]
+        y = self._rising[right]
         return x + (y - x) * max(rows - a, 0) / (b - a)
 
     def at(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -110,7 +108,8 @@ class CostCurve:
 
     def slope(self, rows: float) -> float:
         """Return the seconds that one more row costs, averaged over the octave around `rows`."""
-        low, high = rows / math.sqrt(2), rows * math.sqrt(2)
+        low = rows / math.sqrt(2)
+        high = rows * math.sqrt(2)
         return (self(high) - self(low)) / (high - low)
 
     @property
@@ -193,10 +192,12 @@ def isotonic(seconds: list[float]) -> list[float]:
         return seconds
     pools: list[tuple[float, int]] = []  # mean logarithm and number of what shares it
     for value in seconds:
-        mean, count = math.log(value), 1
+        mean = math.log(value)
+        count = 1
         while pools and pools[-1][0] > mean:
             before, number = pools.pop()
-            mean, count = (before * number + mean * count) / (number + count), number + count
+            mean = (before * number + mean * count) / (number + count)
+            count = number + count
         pools.append((mean, count))
     return [math.exp(mean) for mean, count in pools for _ in range(count)]
 
@@ -387,7 +388,8 @@ class StepCosts:
                 self.expand.update(outcome.level_rows, ratio)
         if outcome.plan.lookups_only and outcome.depth:
             return  # it has less overhead than a step in which a model drafts
-        drafts, size = outcome.depth > 0, outcome.batch_size
+        drafts = outcome.depth > 0
+        size = outcome.batch_size
         rest = self.draft_overhead if drafts else self.plain_overhead
         measured = self._measured_draft_overhead if drafts else self._measured_overhead
         max_s = max(max_overhead * measured(size), predicted.overhead)

@@ -20,13 +20,13 @@ from eagle_ray.config import JobConfig
 from eagle_ray.core.errors import RequestError
 from eagle_ray.core.json_text import dump_json
 from eagle_ray.core.sampling_settings import SamplingSettings
-from eagle_ray.port.prompt_scores import PROMPT_SCORES
+from eagle_ray.port.prompt_scores import PROMPT_SCORES, TEXT_PATH
 from eagle_ray.requests.messages import template_messages
 from eagle_ray.requests.parameters import CHAT, SAMPLING
 from eagle_ray.requests.request import Request
 
 Body = dict[str, Any]
-CHAT_PATH, TEXT_PATH = "/chat/completions", "/completions"
+CHAT_PATH = "/chat/completions"
 SEED_BITS = 31  # of a seed that is sent: every dialect takes these
 
 

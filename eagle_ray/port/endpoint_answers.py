@@ -20,14 +20,22 @@ from eagle_ray.requests.answers import TokenUsage
 
 Json = dict[str, Any]
 # Kinds of failures that may pass, by the key of engine.attempts that counts them.
-LIMITED, FAILED, INVALID = "limited", "failed", "invalid"
+LIMITED = "limited"
+FAILED = "failed"
+INVALID = "invalid"
 # Kinds that end a row.
-CONTEXT_TOO_LONG, BAD_REQUEST = "context_too_long", "bad_request"
-CONTENT_FILTERED, REFUSED = "content_filtered", "refused"
-INVALID_FORM, ENDPOINT_FAILED = "invalid_form", "endpoint_failed"
+CONTEXT_TOO_LONG = "context_too_long"
+BAD_REQUEST = "bad_request"
+CONTENT_FILTERED = "content_filtered"
+REFUSAL = "refused"
+INVALID_FORM = "invalid_form"
+ENDPOINT_FAILED = "endpoint_failed"
 # Kinds that stop the job, and what to do about them.
-BAD_KEY, NO_QUOTA, UNKNOWN_MODEL = "bad_key", "insufficient_quota", "unknown_model"
-GONE, CAP = "endpoint_gone", "max_dollars"
+BAD_KEY = "bad_key"
+NO_QUOTA = "insufficient_quota"
+UNKNOWN_MODEL = "unknown_model"
+GONE = "endpoint_gone"
+CAP = "max_dollars"
 STOPS = {
     BAD_KEY: "Check engine.api_key_env or engine.api_key_file",
     NO_QUOTA: "Add credit to the account",
@@ -217,7 +225,7 @@ def _answered(body: Json) -> Answered:
         raise Failed(CONTENT_FILTERED, "the endpoint filtered the answer", None, usage, columns)
     if columns["refusal"]:
         words = f"the model refused: {shortened(columns['refusal'], MAX_TEXT)}"
-        raise Failed(REFUSED, words, None, usage, columns)
+        raise Failed(REFUSAL, words, None, usage, columns)
     return Answered(columns, usage)
 
 

@@ -397,7 +397,8 @@ class HttpClient:
         now = time.monotonic()
         admitted = sample.admitted_at or now
         finished = time.time()
-        prompt, output = columns.get("prompt_tokens"), columns.get("completion_tokens")
+        prompt = columns.get("prompt_tokens")
+        output = columns.get("completion_tokens")
         cost = None
         if self._target.price is not None and prompt is not None and output is not None:
             cached = columns.get("cached_prompt_tokens") or 0

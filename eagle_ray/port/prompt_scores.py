@@ -26,7 +26,8 @@ from eagle_ray.requests.answers import TokenUsage
 
 # The log-probability of a token, and whether no other one is likelier in its place.
 TokenScore = tuple[float, bool]
-TEXT_PATH, GENERATE_PATH = "/completions", "/generate"
+TEXT_PATH = "/completions"
+GENERATE_PATH = "/generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,8 @@ def _echoed_scores(
 ) -> list[TokenScore]:
     """Return the scores of an answer that repeats its prompt, perhaps with an output token behind it."""
     logprobs = body["choices"][0]["logprobs"]
-    values, tops = logprobs["token_logprobs"], logprobs["top_logprobs"]
+    values = logprobs["token_logprobs"]
+    tops = logprobs["top_logprobs"]
     num_output = min(max_tokens, max(0, len(values) - len(ids)))
     _check_number(len(values) - num_output, len(ids))
     first = len(ids) - num_scored

@@ -56,7 +56,8 @@ class ServerLog:
 
 def message_of(line: str) -> str:
     """Return a log line without its timestamp and logger; "" if it belongs to a stack trace."""
-    rest, before = line.rstrip(), ""
+    rest = line.rstrip()
+    before = ""
     while rest != before:
         before = rest
         for stamp in STAMPS:

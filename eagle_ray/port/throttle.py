@@ -34,17 +34,18 @@ START = 8  # requests in flight at first, if their number is not configured
 MAX_IN_FLIGHT = 512
 CUT = 0.75  # by a burst of limited answers
 ANSWERS_PER_STEP = 25  # that add one request in flight
-CLIMB, GAIN = (
-    1.25,
-    1.02,
-)  # growth of a step without limits, and what it must bring in tokens a second
+CLIMB = 1.25  # growth of the number in flight in a step without limits
+GAIN = 1.02  # growth of tokens per second that such a step must bring
 WINDOW_ANSWERS = 20  # answers of a window in which tokens a second are measured, at least
 WINDOW_S = 3.0  # seconds of such a window, at least
 PATIENCE = 10  # windows without a gain, after which a larger number is tried again
 PACE_SHARE = 0.98  # of a configured limit that is used: clocks and bursts differ
-PAUSE_S, MAX_PAUSE_S = 1.0, 60.0  # after a limited answer that names no time; doubles
+# Seconds after a limited answer that names no time: the first pause, and the bound of its doubling.
+PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
 MEASURE_S = 60.0  # seconds before a burst over which the pace is measured
-PACE_STEP_S, PACE_GROWTH = 15.0, 1.01
+PACE_STEP_S = 15.0
+PACE_GROWTH = 1.01
 REPEATED_S = 5.0  # seconds between two bursts of which the second is not the pace's
 PERMIT_S = 60.0  # seconds beyond a request's timeout after which its permit is taken back
 

@@ -36,7 +36,8 @@ class DeltaTable:
     """
 
     def __init__(self, name: str, place: str):
-        self._name, self._place = name, place
+        self._name = name
+        self._place = place
         try:
             import deltalake
         except ImportError as error:

@@ -39,7 +39,9 @@ class HubDataset:
     def __init__(self, name: str, repo: str, folder: str, private: bool):
         from huggingface_hub import HfApi
 
-        self._name, self._repo, self._private = name, repo, private
+        self._name = name
+        self._repo = repo
+        self._private = private
         self._prefix = f"{folder}/" if folder else ""
         self._api = HfApi()
         # The last commit when the record was read; None if there is no dataset yet.

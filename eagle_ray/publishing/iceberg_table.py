@@ -25,7 +25,9 @@ from eagle_ray.publishing.publication import Commit, LostRace
 from eagle_ray.runs.job_errors import PublishError
 
 RECORD_KEY = "eagle_ray.record"  # property of the table: the record of the files
-RUN_KEY, NUMBER_KEY = "eagle_ray.run_id", "eagle_ray.number"  # in the summary of a snapshot
+# Keys in the summary of a snapshot.
+RUN_KEY = "eagle_ray.run_id"
+NUMBER_KEY = "eagle_ray.number"
 DEFAULT_CATALOG = "default"
 REWRITE = "replace"  # operation of a snapshot that changes files and no row
 INSTALL = "pip install 'eagle-ray[iceberg]'"
@@ -69,7 +71,8 @@ class IcebergTable:
     def record(self) -> dict[str, Any] | None:
         """Return the record of the last publication. Raises ConfigError if the table was not made by a run."""
         table = self._table()
-        self._is_there, self._snapshot = table is not None, _snapshot_of(table)
+        self._is_there = table is not None
+        self._snapshot = _snapshot_of(table)
         if table is None:
             return None
         if RECORD_KEY not in table.properties:

@@ -53,7 +53,8 @@ class Publisher:
     """
 
     def __init__(self, output: StoragePath, destination: Destination):
-        self._output, self._destination = output, destination
+        self._output = output
+        self._destination = destination
         self.closing = threading.Event()  # set once nothing shall be waited for
         # The state and the facts of each file that was read, by its name.
         self._read: dict[str, tuple[str, PublishedFile]] = {}

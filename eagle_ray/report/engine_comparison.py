@@ -68,7 +68,8 @@ class Agreement:
     @classmethod
     def of(cls, run: EngineRun, first: EngineRun) -> Agreement:
         """Compare the rows of a run with those of the first one."""
-        own, wanted = _answers(run), _answers(first)
+        own = _answers(run)
+        wanted = _answers(first)
         shares = []
         num_same = 0
         for key in own.keys() & wanted.keys():
@@ -136,7 +137,8 @@ def _line(engine: Mapping[str, Any]) -> list[str]:
 
 def _dollars_per_million(summary: Mapping[str, Any]) -> float | None:
     """Return the dollars that an endpoint was paid, or that the workers' hours cost; None without a price."""
-    spend, cost = summary.get("spend"), summary.get("cost")
+    spend = summary.get("spend")
+    cost = summary.get("cost")
     tokens = summary["total"]["output_tokens"]
     if spend is not None and spend["dollars"] is not None and tokens:
         return 1e6 * spend["dollars"] / tokens

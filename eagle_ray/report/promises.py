@@ -41,7 +41,8 @@ def values_of(history: Sequence[Point], name: str) -> list[tuple[float, float]]:
     index = POINT.index(name)
     pairs = []
     for point in history:
-        seconds, value = point[0], point[index]
+        seconds = point[0]
+        value = point[index]
         if seconds is not None and value is not None:
             pairs.append((seconds, value))
     return pairs
@@ -70,7 +71,8 @@ def promise_line(outcome: dict[str, Any] | None) -> str | None:
         return None
     parts = []
     for promise in made:
-        seconds, side = promise["error_s"], "late" if promise["error_s"] > 0 else "early"
+        seconds = promise["error_s"]
+        side = "late" if promise["error_s"] > 0 else "early"
         parts.append(
             f"{duration(abs(seconds))} too {side} ({abs(promise['relative']):.0%}) after {promise['at']:.0%}"
         )

@@ -52,8 +52,12 @@ from eagle_ray.storage.path import StoragePath, json_bytes, named_path, parse_js
 from eagle_ray.storage.store import check_bucket, remedy_of
 
 log = logging.getLogger("eagle_ray")
-RUN, SUCCESS, DATA = "_run.json", "_SUCCESS", "data"
-PROGRESS, SUMMARY, REPORT = "_progress.json", "_summary.json", "report.html"
+RUN = "_run.json"
+SUCCESS = "_SUCCESS"
+DATA = "data"
+PROGRESS = "_progress.json"
+SUMMARY = "_summary.json"
+REPORT = "report.html"
 STOPPED_FILE = (
     "_STOPPED.json"  # why a run ended at a bound with rows left; the next start removes it
 )

@@ -129,7 +129,8 @@ class Lease:
     """
 
     def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
-        self.output, self.on_loss = output, on_loss
+        self.output = output
+        self.on_loss = on_loss
         self.lost: JobError | None = None
         self.holder = ""  # name of another process, as the last try has found it
         self._handle: int | None = None
@@ -238,7 +239,8 @@ class BucketLease(Lease):
 
     def __init__(self, output: StoragePath, on_loss: Callable[[], None] = do_nothing):
         super().__init__(output, on_loss)
-        self._file, self._token = output / LOCK, uuid4().hex
+        self._file = output / LOCK
+        self._token = uuid4().hex
         self._version: int | str = ""
         self._written_at = 0.0
         self._beats = 0
@@ -298,7 +300,9 @@ class BucketLease(Lease):
         self._threads = []
 
     def _begin(self) -> bool:
-        self._seen, self.lost, self._closing = None, None, threading.Event()
+        self._seen = None
+        self.lost = None
+        self._closing = threading.Event()
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._keep, self._watch)
         ]
@@ -362,7 +366,8 @@ class BucketLease(Lease):
             else self._file.replace(content, stamp.version)
         )
         if written is not None:
-            self._version, self._written_at = written.version, began
+            self._version = written.version
+            self._written_at = began
         return written is not None
 
     def _lose(self, reason: JobError) -> None:
@@ -401,7 +406,8 @@ class Watched:
     def update(self, token: str | None, stamp: FileVersion) -> None:
         """Compare with the state just read."""
         if stamp != self.stamp:
-            self.stamp, self.since = stamp, time.monotonic()
+            self.stamp = stamp
+            self.since = time.monotonic()
             self.num_changes += 1
         self.is_alive = (
             self.is_alive or token != self.token or self.num_changes >= CHANGES_OF_THE_LIVING

@@ -136,7 +136,8 @@ def next_schema(data: StoragePath, carried: Iterable[pa.Field]) -> pa.Schema:
 
 def schema_after(stored: pa.Schema, carried: Iterable[pa.Field]) -> pa.Schema:
     """Return the schema of the next file of a run whose files have the columns `stored`."""
-    schema, absent = output_schema(carried), missing_columns(stored)
+    schema = output_schema(carried)
+    absent = missing_columns(stored)
     return pa.schema([field for field in schema if field.name not in absent], schema.metadata)
 
 

@@ -406,7 +406,8 @@ def new_manifest(attempt: int = 0) -> dict[str, Any]:
 
 def write_manifest(state: RunState) -> None:
     """Write the manifest. Raises OutputLocked if another process has written it since the state was read."""
-    file, data = state.output / RUN, json_bytes(state.manifest)
+    file = state.output / RUN
+    data = json_bytes(state.manifest)
     if (file.create(data) if state.version is None else file.replace(data, state.version)) is None:
         raise OutputLocked(f"{file} is being written by another driver: wait for it to end")
 
@@ -447,7 +448,8 @@ def stale_files(state: RunState) -> list[StoragePath]:
     Raises OutputDamaged if such a file has rows of this run: then ``_run.json`` lacks attempts and
     cannot be trusted.
     """
-    output, record = state.output, state.record
+    output = state.output
+    record = state.record
     first = record["attempts"][0]["attempt"] if record["attempts"] else record["attempt"] + 1
     data = data_of(output)
     stale = []

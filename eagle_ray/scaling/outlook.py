@@ -123,7 +123,8 @@ class Outlook:
 
     def tail_s(self, workers: float, share: float = 0.5) -> float:
         """Return a quantile of the seconds that the last rows need after slots can no longer be kept full."""
-        latest, speed = self._latest, self.speed
+        latest = self._latest
+        speed = self.speed
         if latest is None or speed is None:
             return 0.0
         pooled = all_classes(latest.classes)

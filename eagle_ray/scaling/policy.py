@@ -80,7 +80,8 @@ class FleetState:
 
     @property
     def requested(self) -> FleetSize:
-        running, starting = self.running, self.starting
+        running = self.running
+        starting = self.starting
         return FleetSize(
             running.spot + starting.spot,
             running.on_demand + starting.on_demand,
@@ -137,7 +138,8 @@ class UniformProgress:
         if self.workers is None:
             whole = replace(state, likely_work_s=state.likely_work_s * self.spare)
             self.workers = state.within(whole.needed(state.start_s))
-        everyone, spot = self.workers, min(state.running.spot, self.workers)
+        everyone = self.workers
+        spot = min(state.running.spot, self.workers)
         latest = state.likely_work_s / everyone + 2 * state.start_s
         if state.time_left <= latest:
             return FleetSize(spot, everyone - spot)

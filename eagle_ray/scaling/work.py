@@ -16,7 +16,9 @@ from statistics import NormalDist
 
 from eagle_ray.scaling.lengths import LengthCounts
 
-LIKELY, SURE = 0.8, 0.95  # shares of runs that end by then
+# Shares of runs that end within a predicted time.
+LIKELY = 0.8
+SURE = 0.95
 PRIOR_ROWS = 4.0  # rows of all classes that count in the lengths of each one
 MIN_WINDOW_S = 120.0  # seconds over which speed is measured, at least
 WINDOW_SHARE = 0.25  # share of the run so far
@@ -145,8 +147,10 @@ class SpeedWindow:
         """Return the speed over the window, or None until two points show progress."""
         if len(self.points) < 2:
             return None
-        first, last = self.points[0], self.points[-1]
-        worker_s, tokens = last[1] - first[1], last[2] - first[2]
+        first = self.points[0]
+        last = self.points[-1]
+        worker_s = last[1] - first[1]
+        tokens = last[2] - first[2]
         if worker_s <= 0 or tokens <= 0:
             return None
         speeds = self._speeds_of_parts()

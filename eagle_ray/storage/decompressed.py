@@ -36,7 +36,8 @@ class DecompressedFile(ReadOnlyFile):
     """
 
     def __init__(self, open_source: Callable[[], BinaryIO], codec: str):
-        self._open_source, self._codec = open_source, codec
+        self._open_source = open_source
+        self._codec = codec
         self._open()
 
     def tell(self) -> int:

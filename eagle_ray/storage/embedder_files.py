@@ -29,7 +29,8 @@ from eagle_ray.storage.model_files import CONFIG, read_object
 
 Pooling = Literal["lasttoken", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("lasttoken", "mean")
-MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
+MODULES_FILE = "modules.json"
+PROMPTS_CONFIG = "config_sentence_transformers.json"
 TRANSFORMER_CONFIG = "sentence_bert_config.json"
 # Keys that older versions of sentence-transformers write in place of pooling_mode.
 POOLING_KEYS = {
@@ -133,7 +134,7 @@ def read_embedder(directory: Path) -> EmbedderFiles:
         raise EngineError(
             f"{directory / CONFIG}: hidden_size must be an integer, got {hidden_size!r}"
         )
-    if not (directory / MODULES).is_file():  # sentence-transformers reads no other files then
+    if not (directory / MODULES_FILE).is_file():  # sentence-transformers reads no other files then
         return EmbedderFiles(_default_pooling(config), hidden_size)
     transformer = read_object(directory, TRANSFORMER_CONFIG)
     if transformer.get("do_lower_case"):
@@ -178,7 +179,7 @@ def _default_pooling(config: Mapping[str, Any]) -> Pooling:
 
 def _read_modules(directory: Path, hidden_size: int) -> dict[str, Any]:
     """Return the parts of EmbedderFiles that modules.json names."""
-    file = directory / MODULES
+    file = directory / MODULES_FILE
     modules = _read_list(file)
     kinds = [_kind_of(file, module) for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
@@ -282,8 +283,8 @@ def _read_dense(directory: Path, width: int) -> DenseFiles:
 
 
 def _read_prompts(directory: Path) -> dict[str, Any]:
-    file = directory / PROMPTS
-    config = read_object(directory, PROMPTS)
+    file = directory / PROMPTS_CONFIG
+    config = read_object(directory, PROMPTS_CONFIG)
     given = config.get("prompts") or {}
     if not isinstance(given, dict) or not all(
         isinstance(text, str | None) for text in given.values()

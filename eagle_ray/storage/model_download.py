@@ -211,7 +211,8 @@ def _pieces(model: RemoteModel, directory: Path) -> Iterator[CopiedPiece]:
 
 def _copy_all(pieces: list[CopiedPiece], model: RemoteModel) -> None:
     """Copy all pieces, some at once, and log how far they are. The first error ends it."""
-    done, logged_at = 0, time.monotonic()
+    done = 0
+    logged_at = time.monotonic()
     with ThreadPoolExecutor(NUM_DOWNLOADS, "eagle-ray-download") as pool:
         left = {pool.submit(piece.copy) for piece in pieces}
         try:

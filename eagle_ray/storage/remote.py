@@ -134,7 +134,8 @@ class RemoteFile(ReadOnlyFile):
     """A file opened through fsspec, all of whose failures are StorageErrors with the URL."""
 
     def __init__(self, url: str, file: Any):
-        self._url, self._file = url, file
+        self._url = url
+        self._file = file
 
     def tell(self) -> int:
         return int(self._file.tell())

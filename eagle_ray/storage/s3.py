@@ -41,7 +41,8 @@ from eagle_ray.storage.store import (
 )
 
 SCHEME = "s3://"
-CONNECT_S, READ_S = 5.0, 10.0  # without a connection, without a byte
+CONNECT_S = 5.0  # limit without a connection
+READ_S = 10.0  # limit without a byte
 MIN_BYTES_PER_S = 32 << 10  # bytes per second, below which a transfer is given up
 WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between the tries, of which there is one more
 RETRYABLE_CODES = {
@@ -83,7 +84,8 @@ REQUEST_ERRORS = (*RETRYABLE_ERRORS, boto.ClientError, boto.BotoCoreError)
 NO_BUCKET = "NoSuchBucket"
 PAGE_SIZE = 1000  # names in one answer to a listing
 SMALL_OBJECT_BYTES = 1 << 20  # an object of this size is read at once
-MIN_READAHEAD_BYTES, MAX_READAHEAD_BYTES = 64 << 10, 8 << 20
+MIN_READAHEAD_BYTES = 64 << 10
+MAX_READAHEAD_BYTES = 8 << 20
 
 answered_requests: set[tuple[str | None, str, str]] = set()  # endpoint, bucket and method
 
@@ -141,7 +143,8 @@ def list_names(directory: str) -> list[str]:
 
 
 def glob(directory: str, pattern: str) -> dict[str, FileVersion]:
-    parts, start = pattern.split("/"), len(directory) + 1
+    parts = pattern.split("/")
+    start = len(directory) + 1
     literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
     return {
         url: stamp
@@ -206,8 +209,12 @@ class RangeFile(ReadOnlyFile):
     """A seekable stream over an object. Raises ObjectChanged if the object was replaced since it was opened."""
 
     def __init__(self, url: str, version: FileVersion):
-        self._url, self._version = url, version
-        self._position, self._start, self._chunk, self._readahead = 0, 0, b"", MIN_READAHEAD_BYTES
+        self._url = url
+        self._version = version
+        self._position = 0
+        self._start = 0
+        self._chunk = b""
+        self._readahead = MIN_READAHEAD_BYTES
 
     def tell(self) -> int:
         return self._position
@@ -235,12 +242,11 @@ class RangeFile(ReadOnlyFile):
         self._readahead = (
             min(2 * self._readahead, MAX_READAHEAD_BYTES) if in_order else MIN_READAHEAD_BYTES
         )
-        start, stop = (
-            self._position,
-            min(self._version.size, self._position + max(wanted, self._readahead)),
-        )
+        start = self._position
+        stop = min(self._version.size, self._position + max(wanted, self._readahead))
         if self._version.size <= SMALL_OBJECT_BYTES:
-            start, stop = 0, self._version.size
+            start = 0
+            stop = self._version.size
         self._chunk = self._get(start, stop)
         self._start = start
 

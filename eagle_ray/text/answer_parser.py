@@ -202,7 +202,8 @@ class _StreamedCall:
     """A tool call whose arguments are streamed; they are an object that begins at `start`."""
 
     def __init__(self, name: str, start: int, index: int):
-        self.name, self.index = name, index
+        self.name = name
+        self.index = index
         self.num_sent = start  # position in the text
         self.is_whole = False
         self._start = start
@@ -330,7 +331,8 @@ class AnswerParser:
     def __init__(
         self, reasoning: ReasoningParser | None, tools: ToolParser | None, is_parallel: bool = True
     ):
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning = reasoning
+        self._tools = tools
         self._is_parallel = is_parallel
         self._only_call: int | None = None
 

@@ -31,10 +31,14 @@ TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-TOOL_OPEN, TOOL_CLOSE = "<tool_call>", "</tool_call>"
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+TOOL_OPEN = "<tool_call>"
+TOOL_CLOSE = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+TOOL_CALLS = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGS = "[ARGS]"
 # Special tokens that a tokenizer leaves out of a text, and that parsers must see.
 MARKERS = {
     "hermes": (TOOL_OPEN, TOOL_CLOSE),
@@ -162,7 +166,8 @@ def template_path(chosen: str) -> Path:
 
 def template_message(message: dict[str, Any]) -> dict[str, Any]:
     """Return a checked message for a template: its content as one text, and its tool calls' arguments as objects."""
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
+    calls = message.get("tool_calls")
     written = dict(message)
     if isinstance(content, list):
         written["content"] = "".join(part["text"] for part in content)

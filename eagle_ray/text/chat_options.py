@@ -283,7 +283,8 @@ class _FormWriter(ABC):
     def __init__(self, options: ChatOptions, special_ids: Mapping[str, int]):
         names = frozenset(options.callable_names)
         self._tools = [tool for tool in options.tools if _name(tool) in names]
-        self._is_parallel, self._special_ids = options.parallel_tool_calls, special_ids
+        self._is_parallel = options.parallel_tool_calls
+        self._special_ids = special_ids
 
     @abstractmethod
     def calls(self) -> dict[str, str]:
@@ -341,7 +342,8 @@ class _MistralWriter(_FormWriter):
         }
 
     def _rest(self) -> dict[str, str]:
-        objects, args = self._objects("arguments"), self._marker(ARGS)
+        objects = self._objects("arguments")
+        args = self._marker(ARGS)
         named = {
             f"named_{i}": f"{_literal(_name(tool))} {args}? {_arguments(tool)}"
             for i, tool in enumerate(self._tools)

@@ -26,7 +26,8 @@ def chosen_template(tokenizer: PreTrainedTokenizerBase, directory: Path, chosen:
         return own_template(tokenizer, directory) if tokenizer.chat_template else None
     if chosen == "none":
         return None
-    own, file = own_templates(tokenizer), template_path(chosen)
+    own = own_templates(tokenizer)
+    file = template_path(chosen)
     if file.exists() or not is_template_name(chosen):
         return _file_template(tokenizer, file)
     if chosen in own:

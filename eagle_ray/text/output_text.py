@@ -223,7 +223,8 @@ class StopSearch:
         """
         if answer is None:
             return None
-        text, num_endless = self.text.decode(ids, options.skip_special_tokens), 0
+        text = self.text.decode(ids, options.skip_special_tokens)
+        num_endless = 0
         num_before = answer.num_before(self.text, ids, options)
         if options.min_tokens:
             num_endless = self._num_chars(ids[: options.min_tokens], options)
@@ -295,7 +296,9 @@ class _GrowingSearch:
     """
 
     def __init__(self, search: StopSearch, options: TextOptions):
-        self._text, self._stops, self._options = search.text, search.stops, options
+        self._text = search.text
+        self._stops = search.stops
+        self._options = options
         self._window = 0  # ids before it are not decoded again
         self._read = 0  # ids before it are in _tail, or too old for any stop string
         self._seen = 0
@@ -365,7 +368,9 @@ class DecodeStream:
     def __init__(
         self, text: Detokenizer, stops: Sequence[str], options: TextOptions = DEFAULT_TEXT
     ):
-        self._text, self._stops, self._options = text, stops, options
+        self._text = text
+        self._stops = stops
+        self._options = options
         self._own = _GrowingText(text, options, stops)
         self._searched = [
             (
@@ -418,7 +423,8 @@ class _GrowingText:
     """
 
     def __init__(self, text: Detokenizer, options: TextOptions, stops: Sequence[str]):
-        self._text, self._skip = text, options.skip_special_tokens
+        self._text = text
+        self._skip = options.skip_special_tokens
         self._max_tail = max(map(len, stops), default=0)
         self._ids: list[int] = []
         self._window = 0  # see _GrowingSearch

@@ -79,7 +79,8 @@ def check_schema(schema: Any) -> None:
     """
     if not isinstance(schema, dict):
         return
-    minimum, required = schema.get("minProperties"), schema.get("required")
+    minimum = schema.get("minProperties")
+    required = schema.get("required")
     num_required = len({str(name) for name in required}) if isinstance(required, list) else 0
     types = schema.get("type", "object")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)

@@ -147,7 +147,8 @@ class Tokenizer:
 
     def _with_template(self, template: str, chat_format: ChatFormat) -> Tokenizer:
         changed = copy.copy(self)
-        changed._chat_template, changed.chat_format = template, chat_format
+        changed._chat_template = template
+        changed.chat_format = chat_format
         changed._with_markers = None
         return changed
 

@@ -19,7 +19,7 @@ from eagle_ray.batch.driver.run_bounds import (
     LATE,
     NEARLY_SPENT,
     NO_BOUNDS,
-    OVER,
+    OVER_BUDGET,
     Pace,
     RunBounds,
 )
@@ -141,7 +141,7 @@ def test_a_late_run_is_announced_and_stops_only_if_asked():
 
 def test_a_run_stops_before_rows_in_engines_would_cost_too_much():
     bounds = bounds_of(price_per_hour=3.0, max_dollars=6.1)
-    assert "cost $12.00" in bounds.warnings(bounds.forecast(PACE, NOW))[OVER]
+    assert "cost $12.00" in bounds.warnings(bounds.forecast(PACE, NOW))[OVER_BUDGET]
     assert bounds.reason_to_stop(bounds.forecast(PACE, NOW)) == DOLLARS
     cheaper = bounds_of(price_per_hour=3.0, max_dollars=6.2)
     assert cheaper.reason_to_stop(cheaper.forecast(PACE, NOW)) is None

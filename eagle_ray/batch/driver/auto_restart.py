@@ -45,7 +45,7 @@ from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
 log = logging.getLogger("eagle_ray")
-RUN = "from eagle_ray.cli.__main__ import command; raise SystemExit(command())"
+RUN_CODE = "from eagle_ray.cli.__main__ import command; raise SystemExit(command())"
 # Resume what the previous attempt began, even if the command says --overwrite.
 RESTARTED = "--restarted"
 
@@ -69,7 +69,8 @@ def keep_going(arguments: Sequence[str], config: JobConfig) -> RunResult:
     Args:
         arguments: arguments of ``eagle-ray run``.
     """
-    output, restarts = output_of(config), config.execution.restarts
+    output = output_of(config)
+    restarts = config.execution.restarts
     arguments = [*arguments, *deadline_flags(config)]
     num_restarts = num_in_a_row = 0
     try:
@@ -126,7 +127,8 @@ def delay_s(restarts: RestartsConfig, num_in_a_row: int) -> float:
 
 
 def wait_before_restart(ending: RunResult, restarts: RestartsConfig, num_in_a_row: int) -> None:
-    seconds, number = delay_s(restarts, num_in_a_row), f"{num_in_a_row + 1} of {restarts.limit}"
+    seconds = delay_s(restarts, num_in_a_row)
+    number = f"{num_in_a_row + 1} of {restarts.limit}"
     log.warning("eagle-ray: restart %s in %.0f s, because of: %s", number, seconds, ending.reason)
     check_not_interrupted()  # logging may swallow what a signal raises in it, and the wait is long
     time.sleep(seconds)
@@ -163,7 +165,7 @@ def _run_child(arguments: Sequence[str]) -> RunResult:
             str(path),
         ]
         child = subprocess.Popen(
-            python_command(RUN, "run", *arguments, *flags), env=child_environment()
+            python_command(RUN_CODE, "run", *arguments, *flags), env=child_environment()
         )
         is_interrupted = False
         try:

@@ -191,7 +191,8 @@ def check_answers(address: str) -> None:
     """
     try:
         url = urlsplit(address if "://" in address else f"//{address}")
-        host, port = url.hostname, url.port
+        host = url.hostname
+        port = url.port
     except ValueError as error:
         raise ConfigError(
             f"execution.ray_address: {address!r} is not an address: {error}"

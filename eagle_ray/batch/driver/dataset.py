@@ -117,7 +117,8 @@ def generate_dataset(dataset: ray.data.Dataset, config: JobConfig) -> ray.data.D
 
     _check_keys(config)
     config = with_checked_models(config)
-    execution, limit = config.execution, config.input.limit
+    execution = config.execution
+    limit = config.input.limit
     if limit is not None:
         dataset = dataset.limit(limit)
     if execution.preserve_order:

@@ -235,7 +235,8 @@ def _verify(shard: JobShard, state: RunState, plan: InputPlan) -> dict[str, Any]
     index = OutputIndex.read(data)
     _check_own_rows(shard, index)
     wanted = plan.all_rows.of_shard(shard)
-    num_ids, counted = len(wanted), count_done(wanted, index)
+    num_ids = len(wanted)
+    counted = count_done(wanted, index)
     if counted.num_missing:
         names = sample_ids(counted.missing, plan)
         raise Incomplete(

@@ -25,7 +25,8 @@ from eagle_ray.batch.worker.dispatcher import Dispatcher, PooledEngine, PoolStat
 from eagle_ray.scaling.policy import FleetSize
 
 log = logging.getLogger("eagle_ray")
-SPOT, ON_DEMAND = "spot", "on_demand"
+SPOT = "spot"
+ON_DEMAND = "on_demand"
 POLL_WITHIN_S = 10.0  # seconds in which the dispatcher answers
 
 
@@ -57,7 +58,8 @@ class Fleet:
     """
 
     def __init__(self, workers: WorkerPlan, arguments: tuple, spot_nodes: str | None, calls: int):
-        self._workers, self._arguments = workers, arguments
+        self._workers = workers
+        self._arguments = arguments
         self._label = tuple(spot_nodes.split("=", 1)) if spot_nodes else None
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor: Any = ray.remote(Dispatcher)

@@ -72,8 +72,10 @@ class Foresight:
             num_ready: number of workers that decode.
         """
         seconds = 0.0 if self._now is None else now - self._now
-        before, after = self._slot_steps, progress.slot_steps
-        self._now, self._slot_steps = now, after
+        before = self._slot_steps
+        after = progress.slot_steps
+        self._now = now
+        self._slot_steps = after
         classes = self.classes_of(progress)
         self.num_waiting = sum(each.waiting for each in classes.values())
         share = 1.0
@@ -86,12 +88,14 @@ class Foresight:
 
     def classes_of(self, progress: Progress) -> dict[str, ClassLeft]:
         """Return the number of rows of each class: a single class until the input's classes are counted."""
-        lengths, totals = progress.lengths, self._totals
+        lengths = progress.lengths
+        totals = self._totals
         if totals is None or not lengths.keys() <= totals.keys():
             counts = LengthCounts()
             for each in lengths.values():
                 counts = counts.plus(each)
-            lengths, totals = {ONE_CLASS: counts}, {ONE_CLASS: self._num_rows}
+            lengths = {ONE_CLASS: counts}
+            totals = {ONE_CLASS: self._num_rows}
         return {
             name: ClassLeft(counts, _waiting(counts, number))
             for name, number in totals.items()

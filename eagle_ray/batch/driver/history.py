@@ -45,14 +45,16 @@ class History:
         """
         if self.points and elapsed_s - (self.points[-1][0] or 0.0) < self.step_s:
             return
-        forecast, written_at = facts["forecast"], facts["written_at"]
+        forecast = facts["forecast"]
+        written_at = facts["written_at"]
         ends = [
             _seconds_at(forecast.get(key), written_at, elapsed_s)
             for key in ("ends_at", "surely_at", "finish_by")
         ]
         spent = forecast["spent"]
         dollars = None if spent is None else round(spent, 4)
-        rows, todo = facts["rows_done"], facts["rows_to_do"]
+        rows = facts["rows_done"]
+        todo = facts["rows_to_do"]
         self.points.append([round(elapsed_s, 1), rows, workers, dollars, *ends, todo])
         if len(self.points) >= MAX_HISTORY_POINTS:
             self.points = self.points[::2]

@@ -226,7 +226,8 @@ class InputIndex:
             self.segments += [
                 (directory, segment) for segment in write_rows(directory, INPUT_KIND, rows)
             ]
-            self._tables, self.saved_in = None, None
+            self._tables = None
+            self.saved_in = None
 
     def _rows_of(
         self, base: IndexedFile, scans: Iterable[FileScan], num_known: int
@@ -329,7 +330,8 @@ class InputIndex:
         ]
         write_facts(directory / INPUT_FILE, self._facts())
         remove_unused(directory, INPUT_KIND, [segment for _, segment in self.segments])
-        self._tables, self.saved_in = None, directory
+        self._tables = None
+        self.saved_in = directory
 
     def _saved(self, place: StoragePath, segment: Segment, directory: StoragePath) -> Segment:
         if place != directory:

@@ -134,7 +134,8 @@ class InputPlan:
         allowed = np.zeros(index.next_number, np.int64)
         for path, count in self.rows_by_file.items():
             allowed[numbers[path]] = count
-        starts, total = np.zeros_like(allowed), 0
+        starts = np.zeros_like(allowed)
+        total = 0
         for file in self.files:
             starts[numbers[file.path]] = total
             total += int(allowed[numbers[file.path]])

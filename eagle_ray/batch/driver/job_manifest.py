@@ -239,7 +239,8 @@ def _check_same_job(output: StoragePath, old: dict[str, Any], config: JobConfig)
         raise OutputMismatch(
             f"{output}/{RUN} has format {format_version}, this is {FORMAT_VERSION}: {OTHER_OUTPUT}"
         )
-    before, new = upgrade_config(old["config"]), config.model_dump(mode="json")
+    before = upgrade_config(old["config"])
+    new = config.model_dump(mode="json")
     if keys := changed_keys(before, new):
         check_config_hash(output, old)
         changes = "; ".join(
@@ -341,7 +342,8 @@ def _target_quantization(config: JobConfig) -> str | None:
 
     A model that is no file here is "unknown": workers get it from storage or the hub.
     """
-    model, path = config.model, Path(config.model.target)
+    model = config.model
+    path = Path(config.model.target)
     if model.quantization != "none":
         stored: str | None = f"{model.quantization}, rounded when it is loaded"
     elif model.dtype == "float32":

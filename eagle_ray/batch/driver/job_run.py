@@ -101,7 +101,8 @@ def run_to_end(
 
     def work() -> str:
         check_output_outlives_job(config)
-        summary, output = complete_job(config, retry_errors), output_of(config)
+        summary = complete_job(config, retry_errors)
+        output = output_of(config)
         if num_errors := summary["total"]["errors"]:
             log_error_rows(output, num_errors)
         return f"{run_table(summary)}\n{_locations(config, output)}"

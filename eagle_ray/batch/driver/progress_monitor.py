@@ -131,7 +131,9 @@ class UsageMeter:
         earlier: Mapping[str, Any] | None,
         now: float,
     ):
-        self._min_workers, self._max_workers, self._num_gpus = min_workers, max_workers, num_gpus
+        self._min_workers = min_workers
+        self._max_workers = max_workers
+        self._num_gpus = num_gpus
         self._now = now
         before = {"elapsed_s": 0.0, "worker_s": 0.0} if earlier is None else earlier.get(USAGE)
         self._is_known = before is not None  # not after an attempt of a version that did not count
@@ -147,7 +149,8 @@ class UsageMeter:
             fleet: workers that are paid for, and those of them on spot nodes, if their number changes
                 while the job runs.
         """
-        seconds, self._now = now - self._now, now
+        seconds = now - self._now
+        self._now = now
         self._elapsed_s += seconds
         if fleet is None:
             self._worker_s += seconds * self.num_paid(num_ready)
@@ -198,18 +201,27 @@ class ProgressMonitor:
         on_warning: Callable[[str, str], None] | None = None,
     ):
         self._on_warning = on_warning
-        self._foresight, self._scaler = foresight, scaler
+        self._foresight = foresight
+        self._scaler = scaler
         self._history = History.after(_progress_before(run))
         self.bound_reached: str | None = None  # the key of `execution` at which no row begins
-        self._bounds, self._num_gpus = bounds, workers.num_gpus
-        self._actor, self._run, self._num_rows = actor, run, num_rows
-        self._every_s, self._limits = every_s, limits
-        self._closing, self._num_notes, self._rows_in_files = threading.Event(), 0, 0
+        self._bounds = bounds
+        self._num_gpus = workers.num_gpus
+        self._actor = actor
+        self._run = run
+        self._num_rows = num_rows
+        self._every_s = every_s
+        self._limits = limits
+        self._closing = threading.Event()
+        self._num_notes = 0
+        self._rows_in_files = 0
         self._num_start_lines = 0
         self._logged: set[tuple[str, str]] = set()  # lines that were logged about workers
-        self._started, self._ready_at = time.monotonic(), None
+        self._started = time.monotonic()
+        self._ready_at = None
         self._latest = Progress()  # the workers' last reports
-        self._num_rows_seen, self._advanced_at = 0, self._started
+        self._num_rows_seen = 0
+        self._advanced_at = self._started
         self._meter = UsageMeter(
             workers.min_workers,
             workers.max_workers,
@@ -421,7 +433,9 @@ class ProgressMonitor:
         usage = self._meter.usage()
         has_rows_left = facts["rows_done"] < self._num_rows
         drain_s = DRAIN_ROWS * progress.row_s if has_rows_left else 0.0
-        seconds_left, likely_left, surely_left = facts["seconds_left"], None, None
+        seconds_left = facts["seconds_left"]
+        likely_left = None
+        surely_left = None
         if self._foresight is not None:
             now = time.monotonic()
             if self._scaler is not None:
@@ -432,11 +446,9 @@ class ProgressMonitor:
             outlook = self._foresight.outlook
             foreseen = outlook.seconds_left(num_ready) if progress.rows else None
             if foreseen is not None and has_rows_left:
-                seconds_left, likely_left, surely_left = (
-                    foreseen.expected,
-                    foreseen.likely,
-                    foreseen.sure,
-                )
+                seconds_left = foreseen.expected
+                likely_left = foreseen.likely
+                surely_left = foreseen.sure
                 drain_s = max(drain_s, outlook.drain_s(SURE))
                 facts["seconds_left"] = seconds_left
         return Pace(
@@ -454,7 +466,8 @@ class ProgressMonitor:
     def _check_limits(self, progress: Progress) -> None:
         now = time.monotonic()
         if progress.rows > self._num_rows_seen:
-            self._num_rows_seen, self._advanced_at = progress.rows, now
+            self._num_rows_seen = progress.rows
+            self._advanced_at = now
         waiting_for = waited_for(progress, ray_messages.lacks_memory(now))
         reason = self._limits.exceeded_by(progress) or stall_error(
             waiting_for, now - self._advanced_at

@@ -168,7 +168,8 @@ def _check_config(
     output: StoragePath, origins: pa.Table, config: JobConfig, trust_config: bool
 ) -> None:
     """Refuse a configuration that did not make the rows, and show what the rows say of theirs."""
-    given, hashes = config_hash(config), _values(origins, "config_hash")
+    given = config_hash(config)
+    hashes = _values(origins, "config_hash")
     if hashes == [given]:
         return
     stated = ", ".join(f"{name} {'/'.join(_values(origins, name)) or 'none'}" for name in STATED)
@@ -223,7 +224,8 @@ def _attempts_in(origins: pa.Table) -> list[dict[str, Any]]:
     times = origins.group_by("attempt").aggregate(
         [("started_at_min", "min"), ("finished_at_max", "max")]
     )
-    began, ended = "started_at_min_min", "finished_at_max_max"
+    began = "started_at_min_min"
+    ended = "finished_at_max_max"
     return [
         {"attempt": each["attempt"], "started_at": _text(each[began]) or EPOCH, "adopted": True}
         | ({"last_row_at": _text(each[ended])} if each[ended] else {})
@@ -234,7 +236,8 @@ def _attempts_in(origins: pa.Table) -> list[dict[str, Any]]:
 def _report(
     run: Run, origins: pa.Table, plan: InputPlan, index: OutputIndex, is_complete: bool
 ) -> list[str]:
-    num_ids, counted = len(plan.rows), count_done(plan.rows, index)
+    num_ids = len(plan.rows)
+    counted = count_done(plan.rows, index)
     num_errors = pc.sum(origins["is_error_sum"]).as_py() or 0
     numbers = ", ".join(map(str, sorted(set(origins["attempt"].to_pylist()))))
     return [

@@ -23,8 +23,13 @@ from eagle_ray.report.cost import Prices, duration, money
 # Mean seconds of a row, after which the rows in engines are taken to be done. The last of many rows
 # takes longer than the mean.
 DRAIN_ROWS = 2.0
-DEADLINE, DOLLARS = "finish_by", "max_dollars"  # keys of `execution`, and reasons of a stop
-LATE, OVER, NEARLY_SPENT = "late", "over", "nearly_spent"  # what a run is warned of
+# Keys of `execution`, and reasons of a stop.
+DEADLINE = "finish_by"
+DOLLARS = "max_dollars"
+# Kinds of warnings.
+LATE = "late"
+OVER_BUDGET = "over"
+NEARLY_SPENT = "nearly_spent"
 NEARLY = 0.9  # share of the dollars
 
 
@@ -129,7 +134,8 @@ class RunBounds:
     @classmethod
     def of(cls, execution: ExecutionConfig, now: datetime) -> RunBounds:
         """Return the bounds of a run whose command starts now."""
-        text, prices = execution.finish_by, execution.prices
+        text = execution.finish_by
+        prices = execution.prices
         return cls(
             None if text is None else deadline_of(text, now),
             execution.max_dollars,
@@ -212,7 +218,7 @@ class RunBounds:
                 "(execution.actors) would help"
             )
         if forecast.is_over and self.max_dollars is not None:
-            lines[OVER] = (
+            lines[OVER_BUDGET] = (
                 f"all rows are expected to cost {money(forecast.dollars or 0.0)}, and execution.{DOLLARS} is "
                 f"{money(self.max_dollars)}: no row begins once that is near"
             )

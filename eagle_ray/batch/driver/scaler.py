@@ -52,8 +52,11 @@ class Scaler:
         now: float,
         start_s: float | None = None,
     ):
-        self._fleet, self._policy, self._limits = fleet, policy, limits
-        self._finish_s, self._began = finish_s, now
+        self._fleet = fleet
+        self._policy = policy
+        self._limits = limits
+        self._finish_s = finish_s
+        self._began = now
         self._start_s = start_s
         self._next = now
         self._every_s = min(DECIDE_EVERY_S, max(MIN_DECIDE_S, (finish_s - now) / DECISIONS))
@@ -98,18 +101,21 @@ class Scaler:
         self._fleet.resize(wanted)
 
     def _watch_spot(self) -> None:
-        running, starting = self._fleet.running.spot, self._fleet.starting.spot
+        running = self._fleet.running.spot
+        starting = self._fleet.starting.spot
         if running + starting:
             self._requested_s += self._every_s
             self._there_s += self._every_s * (2 * self._fleet.paid.spot >= running + starting)
 
     def _state(self, foresight: Foresight, now: float) -> FleetState:
-        outlook, limits = foresight.outlook, self._limits
+        outlook = foresight.outlook
+        limits = self._limits
         work = outlook.work
         if work is None:  # nothing is known: one worker shows how fast it is
             expected = likely = 1.0
         else:
-            expected, likely = work.expected, work.quantile(LIKELY)
+            expected = work.expected
+            likely = work.quantile(LIKELY)
         return FleetState(
             now=now,
             began=self._began,

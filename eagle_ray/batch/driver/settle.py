@@ -34,7 +34,9 @@ CHECKS = ("baseline_rows", "verify_rows")  # keys of `report`, and of the summar
 
 def settle(claimed: Claim) -> dict[str, Any]:
     """Complete the output and return what ``_summary.json`` holds. Raises Incomplete, TooManyErrors, InputChanged."""
-    config, plan, run = claimed.plan.config, claimed.plan.input, claimed.run
+    config = claimed.plan.config
+    plan = claimed.plan.input
+    run = claimed.run
     run.check_current()  # an output that was deleted has no manifest to read
     run.settle()
     there = stored_summary(run.output) or {}  # removed before rows are generated
@@ -76,7 +78,8 @@ def remove_duplicates(claimed: Claim) -> str:
 
     Raises Incomplete if ids are missing.
     """
-    plan, run = claimed.plan.input, claimed.run
+    plan = claimed.plan.input
+    run = claimed.run
     while True:
         counted = files_key(run.output)
         there = claimed.count()

@@ -89,7 +89,8 @@ def checked_bounds(config: JobConfig) -> RunBounds:
     """Return the bounds of a run that starts now. Raises ConfigError if it could begin no row within them."""
     now = datetime.now(timezone.utc)
     bounds = RunBounds.of(config.execution, now)
-    usage, is_known = None, True
+    usage = None
+    is_known = True
     if bounds.max_dollars is not None and config.output.if_exists != "overwrite":
         with suppress(OSError):  # an output that cannot be read is refused by its name later
             usage, is_known = usage_of(output_of(config))
@@ -99,7 +100,8 @@ def checked_bounds(config: JobConfig) -> RunBounds:
 
 def check_changes(plan: InputPlan, output: StoragePath) -> None:
     """Raise OutputMismatch if input rows that the run has recorded have changed or are gone."""
-    changed, gone = plan.changes.changed, plan.changes.gone
+    changed = plan.changes.changed
+    gone = plan.changes.gone
     if number := sum(map(len, changed.values())) + sum(len(rows["id"]) for rows in gone.values()):
         names = [sample_ids(np.concatenate([*changed.values()]), plan)] if changed else []
         names += islice(_names_of_gone(gone, output), MAX_NAMES)

@@ -264,7 +264,8 @@ def format_progress(facts: Facts) -> list[str]:
     waiting = [f"waiting for {facts['waiting_for']}"] if facts.get("waiting_for") else []
     if not facts["workers_ready"]:
         return waiting or [f"{LOADING}: {facts['starting']}" if facts.get("starting") else LOADING]
-    done, wanted = facts["rows_done"], facts["rows_to_do"]
+    done = facts["rows_done"]
+    wanted = facts["rows_to_do"]
     parts = [
         f"{done} of {wanted} rows, {facts['rows_in_files']} in files, {facts['errors']} errors"
     ]
@@ -306,7 +307,8 @@ def _clock(moment: str) -> str:
 
 def stored_summary(output: StoragePath) -> dict[str, Any] | None:
     """Return ``_summary.json`` if it has all that a report needs, else None."""
-    file, manifest = output / SUMMARY, Run.inspect(output).manifest
+    file = output / SUMMARY
+    manifest = Run.inspect(output).manifest
     summary = read_derived_record(file, SummaryRecord, COUNTED_AGAIN)
     if summary is None or manifest is None:
         return None

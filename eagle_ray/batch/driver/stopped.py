@@ -75,7 +75,8 @@ def _dollars_left(forecast: dict[str, Any]) -> float | None:
 
 def _words(record: dict[str, Any]) -> str:
     if record["reason"] == DEADLINE:
-        bound, todo = f"execution.finish_by ({record['finish_by']})", "with a later one, or none"
+        bound = f"execution.finish_by ({record['finish_by']})"
+        todo = "with a later one, or none"
     else:
         bound = f"execution.max_dollars ({money(record['max_dollars'])})"
         todo = "with more, or without it"

@@ -71,7 +71,8 @@ def watched(
         max_starts: worker starts in a row without a successful row between them.
         fleet: engines that come and go, or None.
     """
-    config, bounds = claimed.plan.config, claimed.start.bounds
+    config = claimed.plan.config
+    bounds = claimed.start.bounds
     num_rows = missing.num_rows - missing.num_done_rows
     foresight = None
     if bounds != NO_BOUNDS:
@@ -101,9 +102,11 @@ def watched(
 
 def _scaler_of(claimed: Claim, fleet: Fleet, workers: WorkerPlan) -> Scaler:
     """Return the scaler that sizes the fleet until the deadline of the run."""
-    execution, bounds = claimed.plan.config.execution, claimed.start.bounds
+    execution = claimed.plan.config.execution
+    bounds = claimed.start.bounds
     assert execution.workers is not None, "the configuration was checked"
-    now, finish_s = time.monotonic(), math.inf
+    now = time.monotonic()
+    finish_s = math.inf
     if bounds.finish_by is not None:
         left = bounds.finish_by - datetime.now(timezone.utc)
         finish_s = now + left.total_seconds()

@@ -159,7 +159,8 @@ class _Lines:
     def return_to_second_line(self) -> None:
         """Go back to the line after the record's first line."""
         assert self._second_line is not None, "the record's first line was read"
-        self.offset, self.number = self._second_line, self._first_line[1] + 1
+        self.offset = self._second_line
+        self.number = self._first_line[1] + 1
         self._stream.seek(self.offset)
 
     def __iter__(self) -> _Lines:
@@ -206,7 +207,8 @@ def parse_csv_value(column: str, text: str) -> Any:
     if text == "" or column not in _SETTING_TYPES:
         return text or None
     type_ = _SETTING_TYPES[column]
-    is_list, is_map = pa.types.is_list(type_), pa.types.is_map(type_)
+    is_list = pa.types.is_list(type_)
+    is_map = pa.types.is_map(type_)
     try:
         value = parse_json(text if is_list or is_map else text.lower())
     except HalfSurrogate as error:

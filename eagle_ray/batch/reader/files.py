@@ -60,7 +60,9 @@ _ASSETS = StoragePath.of(__file__).parent.parent.parent / "assets"
 EMBEDDED_PROMPTS = {
     f"embedded:{name}": _ASSETS / f"{name}.jsonl" for name in ("prompts", "questions")
 }
-INPUT_LIST, PART = INPUTS.format("0" * 12), f"{DATA}/{part_name(1, 0)}"  # as they may be named
+# Examples of names that a run's files may have.
+INPUT_LIST = INPUTS.format("0" * 12)
+PART_EXAMPLE = f"{DATA}/{part_name(1, 0)}"
 # Files that a run writes.
 RUN_FILES = (
     LOCK,
@@ -70,7 +72,7 @@ RUN_FILES = (
     SUMMARY,
     SUCCESS,
     REPORT,
-    PART,
+    PART_EXAMPLE,
 )
 OUTPUT_OUTSIDE_INPUT = (
     "choose an output.path outside of the input, or name the input files (input.path: DIR/*.jsonl)"
@@ -268,7 +270,8 @@ def _expand(pattern: str) -> tuple[StoragePath, dict[StoragePath, FileVersion]]:
     if path.exists():
         return path.parent, {path: path.stat()}
     if path.is_directory():
-        read, skipped = {}, []
+        read = {}
+        skipped = []
         for file, version in path.list_versions().items():
             if _is_hidden(_name_below(file, path)):
                 continue
@@ -304,9 +307,11 @@ def _log_skipped(directory: StoragePath, files: list[StoragePath]) -> None:
 
 def split_at_wildcard(path: StoragePath) -> tuple[StoragePath, str]:
     """Split a pattern into the directory before the first wildcard, and the rest."""
-    root, parts = path.parent, [path.name]
+    root = path.parent
+    parts = [path.name]
     while glob.has_magic(root.text) and root != root.parent:
-        root, parts = root.parent, [root.name, *parts]
+        parts = [root.name, *parts]
+        root = root.parent
     return root, "/".join(parts)
 
 
@@ -406,7 +411,7 @@ def check_disjoint(input_path: str | list[str], output: StoragePath) -> None:
         relative = output.relative_to(directory)
         if (
             relative is not None
-            and not _is_hidden(f"{relative}/{PART}")
+            and not _is_hidden(f"{relative}/{PART_EXAMPLE}")
             and directory.is_directory()
         ):
             raise ConfigError(

@@ -75,7 +75,8 @@ class ParallelScan:
             num_bytes += min(_num_bytes(piece), self.piece_bytes)
             if num_bytes >= self.piece_bytes:
                 yield group
-                group, num_bytes = [], 0
+                group = []
+                num_bytes = 0
         if group:
             yield group
 
@@ -116,11 +117,13 @@ class ParallelScan:
         counts = iter(
             in_tasks(_count_lines, [(piece,) for _, piece in pieces if _is_counted(piece)])
         )
-        placed, lines = [], 0
+        placed = []
+        lines = 0
         before = None
         for index, piece in pieces:
             if index != before:
-                before, lines = index, 0
+                before = index
+                lines = 0
             row, line = piece.first
             placed.append(
                 (index, replace(piece, first=RowPosition(row + lines, line and line + lines)))
@@ -182,7 +185,8 @@ class GroupScan:
 
 def _count_lines(part: FilePart) -> int:
     """Return the number of line ends in a part."""
-    count, left = 0, (part.file.version.size if part.stop is None else part.stop) - part.start
+    count = 0
+    left = (part.file.version.size if part.stop is None else part.stop) - part.start
     with part.file.open() as stream:
         stream.seek(part.start)
         while left > 0 and (data := stream.read(min(SCAN_READ_BYTES, left))):

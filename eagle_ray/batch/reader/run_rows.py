@@ -99,7 +99,8 @@ def _messages_of(text: str) -> Any:
 
 
 def _id_of(row: dict[str, Any]) -> str:
-    turn, sample = row.get("turn_index"), row["sample_index"]
+    turn = row.get("turn_index")
+    sample = row["sample_index"]
     return f"{row['request_id']}{f'@{turn}' if turn else ''}{f'#{sample}' if sample else ''}"
 
 

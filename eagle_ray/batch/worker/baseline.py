@@ -39,7 +39,8 @@ from eagle_ray.sampling.noise import gumbel_noise
 from eagle_ray.sampling.sampler import process
 
 log = logging.getLogger("eagle_ray")
-DRAFTED, PLAIN = "drafted", "plain"
+DRAFTED = "drafted"
+PLAIN = "plain"
 TURN_ROWS_PER_SLOT = 2  # rows of a turn for each slot: they keep the slots full for most of it
 
 
@@ -61,7 +62,9 @@ class BaselineComparison:
 
     def __init__(self, config: JobConfig, plan: WorkerPlan):
         bundle = build_engine_bundle(_in_one_process(config, plan), plan)
-        self._config, self._tokenizer, self._target = config, bundle.tokenizer, bundle.engine.target
+        self._config = config
+        self._tokenizer = bundle.tokenizer
+        self._target = bundle.engine.target
         self.draft_engine = bundle.engine
         self.plain_engine = plain_engine(bundle.engine)
         if config.execution.order == "auto":
@@ -176,7 +179,8 @@ class BaselineComparison:
     @torch.inference_mode()
     def _next_logits(self, ids: list[int]) -> Float[Tensor, " V"]:
         """Return the target's logits for the token after these ids."""
-        blocks, device = self._target.cache.blocks, self._target.device
+        blocks = self._target.cache.blocks
+        device = self._target.device
         blocks.reserve(0, len(ids))
         logits = self._target.prefill(PromptBatch.of([0], [ids], device)).logits
         blocks.free(0)
@@ -202,6 +206,7 @@ def sampling_scores(
     logits plus Gumbel noise."""
     if params.is_greedy:
         return logits.float()
-    sampling, row = SamplingBatch.of([params]), torch.tensor([0])
+    sampling = SamplingBatch.of([params])
+    row = torch.tensor([0])
     noise = gumbel_noise(sampling.seed, torch.tensor([position]), torch.arange(len(logits)))
     return (process(logits[None], sampling, row) + noise)[0]

@@ -135,7 +135,9 @@ class Isolation:
     """
 
     def __init__(self, engine: CrashingEngine, log: CrashLog, slots: int):
-        self._engine, self._log, self._slots = engine, log, slots
+        self._engine = engine
+        self._log = log
+        self._slots = slots
         log.charges_all |= log.in_flight is None
         log.charge(log.in_flight or (), KILLED)
         log.in_flight = []

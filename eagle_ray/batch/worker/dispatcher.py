@@ -132,7 +132,8 @@ class PooledEngine(EngineActor):
     """An EngineActor that the driver has started, and that takes batches from BatchFeeders."""
 
     def __init__(self, name: str, dispatcher: ActorHandle, *arguments: Any):
-        self._name, self._dispatcher = name, dispatcher
+        self._name = name
+        self._dispatcher = dispatcher
         context = ray.get_runtime_context()
         ray.get(dispatcher.place.remote(name, context.get_node_id()))
         super().__init__(*arguments)

@@ -226,7 +226,8 @@ class EngineChild:
     """
 
     def __init__(self, pipe: Connection):
-        self._pipe, self._loop = pipe, asyncio.new_event_loop()
+        self._pipe = pipe
+        self._loop = asyncio.new_event_loop()
         self._send_lock = threading.Lock()  # lines are logged by any thread
         self._num_in_flight = 0  # requests
 

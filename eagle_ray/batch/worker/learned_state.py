@@ -41,7 +41,8 @@ from eagle_ray.storage.path import StoragePath
 from eagle_ray.storage.store import FileVersion
 
 log = logging.getLogger("eagle_ray")
-LEARNED, SUFFIX = "learned-", ".safetensors"
+LEARNED = "learned-"
+SUFFIX = ".safetensors"
 # Seconds from a write to the next; IDLE_INTERVAL_S at first, then twice as long each time.
 MAX_INTERVAL_S = 60.0
 IDLE_INTERVAL_S = 2.0  # likewise while no row is in flight

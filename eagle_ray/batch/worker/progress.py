@@ -45,13 +45,12 @@ WORK_COUNTERS = (
 )
 METRIC_PREFIX = "eagle_ray_"
 METRIC_LABELS = ("run_name", "run_id", "worker")
-ROWS, ERRORS, DRAFTS, LATENCY = (
-    "rows",
-    "row_errors",
-    "spec_decode_num_drafts",
-    "row_latency_seconds",
-)
-BUSY, OFFERED = "busy_slot_steps", "slot_steps"
+ROWS = "rows"
+ERROR_ROWS = "row_errors"
+DRAFTS = "spec_decode_num_drafts"
+LATENCY = "row_latency_seconds"
+BUSY_STEPS = "busy_slot_steps"
+OFFERED = "slot_steps"
 ROW_BUCKETS_S = [0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 1000]
 
 # Counters over the worker's output rows: the column each adds up. Those about drafts are named as
@@ -68,14 +67,14 @@ ENGINE_COUNTERS = {f"engine_{name.removeprefix('num_')}": name for name in WORK_
 
 DESCRIPTIONS = {
     ROWS: "output rows made, error rows included",
-    ERRORS: "error rows by error_code",
+    ERROR_ROWS: "error rows by error_code",
     "prompt_tokens": "prompt tokens of answered rows",
     "output_tokens": "output tokens of answered rows",
     "decode_steps": "target passes of answered rows after their prefill, drafted or not",
     DRAFTS: "those of the decode steps that verified a draft",
     "spec_decode_num_draft_tokens": "draft tokens verified for answered rows",
     "spec_decode_num_accepted_tokens": "draft tokens accepted by the target for answered rows",
-    BUSY: "slots that held a sequence, added up over the engine's steps",
+    BUSY_STEPS: "slots that held a sequence, added up over the engine's steps",
     OFFERED: "slots that there were, added up over the engine's steps",
     "engine_steps": "decode steps of the engine, each over all its running sequences",
     "engine_plain_steps": "steps of the engine that drafted nothing",
@@ -286,7 +285,8 @@ class Progress:
     @property
     def row_s(self) -> float:
         """Return the mean seconds that a finished row occupied an engine's slots; 0 before the first."""
-        steps, rows = self.work["num_steps"], self.rows
+        steps = self.work["num_steps"]
+        rows = self.rows
         if not steps or not rows:
             return 0.0
         step_s = sum(report.engine_s for report in self.workers.values()) / steps
@@ -452,14 +452,14 @@ class JobMetrics:
             return
         self._add(_of_rows(answers))
         for error in pc.value_counts(answers["error_code"].drop_null()).to_pylist():
-            self._counters[ERRORS].inc(error["counts"], tags={"code": error["values"]})
+            self._counters[ERROR_ROWS].inc(error["counts"], tags={"code": error["values"]})
         for seconds in answers["e2e_s"].drop_null().to_pylist():
             self._latency.observe(seconds)
 
     def _since_last(self, report: WorkerReport) -> dict[str, int]:
         """Return the increase of the engine's counters since the last report."""
         now = {name: report.work[counter] for name, counter in ENGINE_COUNTERS.items()}
-        now |= {BUSY: report.slot_steps, OFFERED: report.offered_steps}
+        now |= {BUSY_STEPS: report.slot_steps, OFFERED: report.offered_steps}
         before = self._engine
         self._engine = now
         return {name: value - before.get(name, 0) for name, value in now.items()}
@@ -479,5 +479,5 @@ def _of_rows(answers: pa.Table) -> dict[str, int]:
 
 
 def _counter(name: str, tags: Mapping[str, str]) -> Counter:
-    labels = (*METRIC_LABELS, "code") if name == ERRORS else METRIC_LABELS
+    labels = (*METRIC_LABELS, "code") if name == ERROR_ROWS else METRIC_LABELS
     return Counter(METRIC_PREFIX + name, DESCRIPTIONS[name], labels).set_default_tags(dict(tags))

@@ -30,7 +30,9 @@ from eagle_ray.runs.layout import CACHE, root_of
 from eagle_ray.runs.run import Run
 from eagle_ray.storage.path import StoragePath
 
-COSTS, KERNELS = "costs-", "kernels-"  # how the names of files begin
+# Prefixes of file names.
+COSTS = "costs-"
+KERNELS = "kernels-"
 MAX_KERNEL_BYTES = 256 << 20  # bytes of a file; the kernels of one model take about 15 MB
 
 log = logging.getLogger("eagle_ray")
@@ -80,7 +82,8 @@ class StartCache:
     """
 
     def __init__(self, run: Run, kernels: str | None = None):
-        self._run, self._kernels = run, kernels
+        self._run = run
+        self._kernels = kernels
         self._directory = root_of(run.output) / CACHE
         self._versions: dict[str, int | str] = {}  # versions of the files as they were found
         self._taken: set[str] = set()  # names of files that were read and are whole
@@ -130,7 +133,8 @@ class StartCache:
         """Write a file whole, unless another worker has written it since."""
         if name in self._taken or not 0 < len(data) <= MAX_KERNEL_BYTES:
             return
-        file, stamp = self._directory / name, self._versions.get(name)
+        file = self._directory / name
+        stamp = self._versions.get(name)
         if stamp is not None:
             file.replace(data, stamp, self._run.check_current)
         elif not file.exists():

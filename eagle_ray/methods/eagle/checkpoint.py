@@ -90,7 +90,9 @@ from eagle_ray.parallel.rank_group import RankGroup
 SGLANG_ARCHITECTURE = "LlamaForCausalLMEagle"
 NEEDED = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
 OPTIONAL = ("num_key_value_heads", "head_dim", "draft_vocab_size", "target_hidden_size")
-EAGLE, EAGLE_3, P_EAGLE = "an EAGLE-1/2 head", "an EAGLE-3 head", "a P-EAGLE head"
+EAGLE = "an EAGLE-1/2 head"
+EAGLE_3 = "an EAGLE-3 head"
+P_EAGLE = "a P-EAGLE head"
 EAGLE3_KEYS = ("midlayer.", "layers.0.hidden_norm.", "d2t", "t2d", "mask_hidden")
 # EAGLE-3.1's switches, and the keys that set each, at the top level or under eagle_config.
 EAGLE_SWITCHES = {
@@ -598,7 +600,8 @@ def _inputs_of(key: str, ids: Any, offset: int, num_layers: int) -> tuple[int, .
     )
     if not is_whole:
         raise ValueError(f"its {key} is {ids!r}; it must be a list of whole numbers")
-    first, last = -offset, num_layers - 1 - offset
+    first = -offset
+    last = num_layers - 1 - offset
     if not first <= min(ids) <= max(ids) <= last:
         raise ValueError(
             f"its {key} is {ids}, and the target has {num_layers} layers; name layers {first} to {last}"

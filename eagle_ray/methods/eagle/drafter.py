@@ -110,11 +110,14 @@ class EagleDrafter(PairDrafter):
         """Return a replayed draft of the plan's full depth for the whole batch, or None if recording fails."""
         if not self._grows_by_level(plan):
             return super()._replayed(at, roots, plan, sampling)
-        num, depth, runner = len(roots), plan.max_depth, self._runner
+        num = len(roots)
+        depth = plan.max_depth
+        runner = self._runner
         if not all(runner.replays(kind) for kind in ("first level", "further level")[:depth]):
             return None
         visible, num_rows = self._read_pairs(at, self._max_pairs(plan))
-        draft, bound = self._padded_draft(num, plan, sampling), runner.context(at.max_length)
+        draft = self._padded_draft(num, plan, sampling)
+        bound = runner.context(at.max_length)
         level = self._level_pass(draft, bound)
         first = self._first_pass(
             self._widest_draft(num, plan, sampling), at, roots, visible, sampling
@@ -163,7 +166,8 @@ class EagleDrafter(PairDrafter):
         self, top_k: int, max_length: int, params: SamplingSettings
     ) -> Iterator[Callable[[], None]]:
         """Yield functions that record each pass of levels with top_k children per node, the largest of a kind first."""
-        runner, plan = self._runner, DraftPlan(2, top_k)
+        runner = self._runner
+        plan = DraftPlan(2, top_k)
         for size in runner.sizes(runner.draft_size, self._target.cache.num_slots):
             yield partial(self._record_first, size, plan, max_length, params)
         for size, width in runner.level_passes(top_k) if self._max_depth > 1 else []:
@@ -175,10 +179,8 @@ class EagleDrafter(PairDrafter):
     ) -> None:
         """Record the pass of the first level of drafts of this size."""
         batch = idle_batch(batch_size, self._target, max_length, params)
-        widest, (first, _) = (
-            self._widest_draft(batch_size, plan, batch.sampling),
-            self._first_positions(batch.at),
-        )
+        widest = self._widest_draft(batch_size, plan, batch.sampling)
+        first, _ = self._first_positions(batch.at)
         self._runner.record(*self._first_pass(widest, batch.at, batch.roots, first, batch.sampling))
 
     def _record_further(
@@ -220,7 +222,8 @@ class EagleDrafter(PairDrafter):
         key = size, width, children, kind
         if key not in self._padded:
             if children not in self.draft_buffers:
-                num_slots, num_ends = self._target.cache.num_slots, sampling.ends.shape[1]
+                num_slots = self._target.cache.num_slots
+                num_ends = sampling.ends.shape[1]
                 shape = DraftShape(num_slots, children, children, self._max_depth)
                 parts = (
                     self.head.config.hidden_size,
@@ -245,7 +248,8 @@ class EagleDrafter(PairDrafter):
         Args:
             first: the first position that each sequence attends to.
         """
-        size, every = draft.batch, (self._target.cache.num_slots,)
+        size = draft.batch
+        every = (self._target.cache.num_slots,)
         inputs = [
             PaddedInput(at.slots, every, self.cache.blocks.null_slot),
             *(PaddedInput(x, every) for x in (at.lengths, first)),
@@ -285,11 +289,13 @@ class EagleDrafter(PairDrafter):
 
     def _padded_level(self, draft: PaddedDraft, bound: int) -> Float[Tensor, "B W H"]:
         """Run the head on the draft's frontier."""
-        frontier, width = draft.next_frontier(), draft.width
+        frontier = draft.next_frontier()
+        width = draft.width
         root = draft.lengths[:, None] + 1
         positions = root + (draft.level - 1) * width + torch.arange(width, device=root.device)
         at = DecodeSlots.with_max_length(draft.slots, draft.lengths, bound).shifted(1)
-        words, depth = draft.words, (draft.level - 1).expand(draft.batch, width)
+        words = draft.words
+        depth = (draft.level - 1).expand(draft.batch, width)
         layout = tree_metadata(
             self.cache,
             at,
@@ -322,7 +328,8 @@ class EagleDrafter(PairDrafter):
         builder = self.builder(roots, plan.width, plan.static_tree, ends)
         inputs = features[:, None]
         self._add_children(builder, inputs, None, plan.children)
-        at, seen = at.shifted(1), None
+        at = at.shifted(1)
+        seen = None
         while builder.depth < plan.max_depth and not (
             plan.should_stop and plan.should_stop(builder)
         ):
@@ -334,7 +341,8 @@ class EagleDrafter(PairDrafter):
 
     @property
     def cost_key(self) -> dict[str, Any]:
-        ids, kind = self._token_ids, type(self.head).__name__
+        ids = self._token_ids
+        kind = type(self.head).__name__
         return {
             "head": kind,
             "config": self.head.config.to_dict(),
@@ -343,7 +351,8 @@ class EagleDrafter(PairDrafter):
 
     def _catch_up(self, at: DecodeSlots, backlog: PendingPairs) -> Float[Tensor, "B H"]:
         """Run the head once over the unread pairs and return the output of each root's pair."""
-        device, longest = at.slots.device, backlog.longest
+        device = at.slots.device
+        longest = backlog.longest
         rows = self._pending_rows(at, backlog)
         index = torch.arange(longest, device=device)
         causal = torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
@@ -365,7 +374,8 @@ class EagleDrafter(PairDrafter):
     def _read_spans(
         self, spans: Spans, tokens: Int[Tensor, " R"], features: Float[Tensor, "R F"]
     ) -> None:
-        firsts, parts = self._first[spans.slots].tolist(), (spans.starts, spans.counts)
+        firsts = self._first[spans.slots].tolist()
+        parts = (spans.starts, spans.counts)
         # Few layers.
         layout = prefill_metadata(self.cache, spans.slots, firsts, *parts, chain_rows=sys.maxsize)
         self._run(

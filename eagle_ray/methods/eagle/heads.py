@@ -360,7 +360,8 @@ def _(head: Eagle3Head) -> HeadForward:
         embeddings: Tensor, features: Tensor, positions: Tensor, layout: AttentionMetadata
     ) -> Tensor:
         rotary = angles(positions)
-        hidden, delta = features.clone(), None
+        hidden = features.clone()
+        delta = None
         for layer in layers:
             hidden, delta = layer(embeddings, hidden, delta, rotary, layout)
         assert delta is not None, "a head has a layer"
@@ -385,7 +386,8 @@ class _Pass:
         layout: AttentionMetadata,
     ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R H"]]:
         """Add delta to hidden. Return the residual stream and what the layer's MLP adds to it."""
-        module, ops = self.module, self.layer.ops
+        module = self.module
+        ops = self.layer.ops
         if not isinstance(module, Eagle3Layer):
             normed = self.layer.normed_input(hidden, delta)
             return hidden, self.layer(hidden, normed, rotary, layout)

@@ -72,7 +72,8 @@ class HeadAttention(LlamaAttention):
         key = self.k_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         value = self.v_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
 
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)

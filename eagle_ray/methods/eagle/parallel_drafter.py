@@ -93,7 +93,8 @@ class ParallelDrafter(EagleDrafter):
         self, at: DecodeSlots, first: Int[Tensor, " B"], num_masks: int
     ) -> Float[Tensor, "B M H"]:
         """Return the outputs of the masks after each root's pair."""
-        batch, device = len(at.slots), at.slots.device
+        batch = len(at.slots)
+        device = at.slots.device
         depths = torch.arange(num_masks, device=device)
         positions = at.lengths[:, None] + 1 + depths
         causal = torch.ones(num_masks, num_masks, dtype=torch.bool, device=device).tril()

@@ -126,9 +126,12 @@ class QuantizedDraft:
             cache,
             queue,
         )
-        self._cache, self._queue, self._max_depth = cache, queue, max_depth
+        self._cache = cache
+        self._queue = queue
+        self._max_depth = max_depth
         head = modules.head
-        self._hidden_size, self._num_tokens = head.config.hidden_size, parts["lm_head"].out_features
+        self._hidden_size = head.config.hidden_size
+        self._num_tokens = parts["lm_head"].out_features
         self._rotary = Angles(head.rotary)(torch.arange(cache.capacity + max_depth + 1))
         self._head = self._head_structure(modules, parts, embedding)
         # By children and ends.
@@ -156,7 +159,8 @@ class QuantizedDraft:
         if modules is None or max_depth < 1:
             return None
         layer = modules.layer
-        attention, mlp = layer.attention, cast(Mlp, layer.mlp)
+        attention = layer.attention
+        mlp = cast(Mlp, layer.mlp)
         projections = modules.fc, attention.qkv, attention.output, mlp.gate_up, mlp.down
         parts = {
             name: module
@@ -192,7 +196,8 @@ class QuantizedDraft:
         Args:
             spans: each sequence's first visible position and its first unread position.
         """
-        self.depth, self._num = 0, len(roots)
+        self.depth = 0
+        self._num = len(roots)
         num_ends = sampling.ends.shape[1]
         buffers, drafts = self._buffers_of(plan.children, num_ends)
         key = plan.children, num_ends, self._num, plan.width
@@ -200,7 +205,8 @@ class QuantizedDraft:
             self._padded[key] = PaddedDraft(buffers, self._num, plan.width, ALL_KINDS)
         self._draft = self._padded[key]
         parameters = None if calibration is None else calibration.fit.parameters
-        ends, temperature = sampling.ends.contiguous(), sampling.temperature.contiguous()
+        ends = sampling.ends.contiguous()
+        temperature = sampling.temperature.contiguous()
         tensors = {
             "slots": at.slots,
             "lengths": at.lengths,
@@ -215,7 +221,9 @@ class QuantizedDraft:
         drafts.first = spans.ctypes.data
         drafts.starts = drafts.first + spans.strides[0]
         drafts.calibration = address(parameters)
-        drafts.batch, drafts.width, drafts.level = self._num, plan.width, 0
+        drafts.batch = self._num
+        drafts.width = plan.width
+        drafts.level = 0
         self._head.heads.threads = cpu_ops.num_threads()
         self._drafts = drafts
 
@@ -292,7 +300,9 @@ class QuantizedDraft:
         return self._buffers[key]
 
     def _drafts_structure(self, buffers: DraftBuffers) -> _Drafts:
-        shape, blocks, queue = buffers.shape, self._cache.blocks, self._queue
+        shape = buffers.shape
+        blocks = self._cache.blocks
+        queue = self._queue
         drafts = _Drafts(
             max_batch=shape.batch,
             max_width=shape.width,
@@ -314,7 +324,8 @@ class QuantizedDraft:
     def _head_structure(
         self, modules: _Modules, parts: dict[str, QuantizedLinear], embedding: Tensor
     ) -> _Head:
-        shape, (keys, values) = modules.layer.attention.shape, self._cache.layer(0)
+        shape = modules.layer.attention.shape
+        keys, values = self._cache.layer(0)
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         dims = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, width, shape.head_dim
         structure = _Head(
@@ -335,10 +346,8 @@ class QuantizedDraft:
         )
         for name, projection in parts.items():
             part = getattr(structure, name)
-            part.weight, part.bias = (
-                ctypes.addressof(projection.packed.descriptor),
-                address(projection.bias),
-            )
+            part.weight = ctypes.addressof(projection.packed.descriptor)
+            part.bias = address(projection.bias)
         for name, norm in modules.norms.items():
             setattr(structure, f"{name}_norm", norm.weight.data_ptr())
             setattr(structure, f"{name}_eps", norm.variance_epsilon)

@@ -56,7 +56,8 @@ HARMLESS_IN_MEDUSA = {
     "version": "of the file's format, which the tensors tell",
     "dropout_rate": "of training",
 }
-MEDUSA_HEADS, HYDRA_HEADS = "Medusa heads", "Hydra heads"
+MEDUSA_HEADS = "Medusa heads"
+HYDRA_HEADS = "Hydra heads"
 KNOWN_MEDUSA_KEYS = {
     MEDUSA_HEADS: known_keys(
         ("medusa_num_layers",),

@@ -73,7 +73,7 @@ from eagle_ray.training.packing import PackedBatch
 
 log = logging.getLogger("eagle_ray")
 TRAINING_RECORD = "training.json"
-REPORT = "report.html"
+REPORT_PAGE = "report.html"
 SCALE_DOCUMENTS = 32  # documents whose features give the scale of a head's inputs
 CLIP = 0.5
 
@@ -356,7 +356,7 @@ class HeadTraining:
         }
         if self.workers.rank == 0:
             publish_head(self.recipe, self.target, self.config, self.output)
-            (self.output / REPORT).write_atomic(training_page(record).encode())
+            (self.output / REPORT_PAGE).write_atomic(training_page(record).encode())
             write_json(self.output / TRAINING_RECORD, record)
         return record
 
