@@ -288,4 +288,6 @@ def _too_few_gpus(
 def usual_slots(slots: int | Auto, on_gpu: bool) -> int:
     """Return the slots to expect of a worker whose GPU is not visible here: the setting, or the
     maximum that auto gives."""
-    return slots if slots != "auto" else MAX_SLOTS if on_gpu else CPU_SLOTS
+    if slots != "auto":
+        return slots
+    return MAX_SLOTS if on_gpu else CPU_SLOTS

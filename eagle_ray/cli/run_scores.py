@@ -110,7 +110,10 @@ def _answer_in(text: str | None, pattern: re.Pattern[str] | None) -> str | None:
     if text is None or pattern is None:
         return text and text.strip()
     matches = list(pattern.finditer(text))
-    return matches[-1].group(1 if pattern.groups else 0).strip() if matches else None
+    if not matches:
+        return None
+    group = 1 if pattern.groups else 0
+    return matches[-1].group(group).strip()
 
 
 def _pattern(text: str | None) -> re.Pattern[str] | None:

@@ -107,7 +107,14 @@ def foreseen_ends(history: Sequence[Point]) -> str | None:
     deadlines = values_of(history, "deadline_s")
     level = deadlines[-1][1] if deadlines else None
     top = max([value for _, value in [*expected, *surely]] + [level or 0.0])
-    size, unit = (3600.0, "h") if top > 7200 else (60.0, "min") if top > 120 else (1.0, "s")
+    size = 1.0
+    unit = "s"
+    if top > 7200:
+        size = 3600.0
+        unit = "h"
+    elif top > 120:
+        size = 60.0
+        unit = "min"
     curves = [
         ([(x, y / size) for x, y in each], kind)
         for each, kind in ((expected, "one"), (surely, "two"))

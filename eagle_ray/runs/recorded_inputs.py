@@ -132,13 +132,9 @@ def what_changed(was: Fingerprint, now: Fingerprint) -> str | None:
     stamps = [
         {key: value for key, value in each.items() if key not in NOT_CONTENT} for each in (was, now)
     ]
-    return (
-        None
-        if stamps[0] == stamps[1]
-        else "its content"
-        if "etag" in now
-        else "its time; its content is not noted"
-    )
+    if stamps[0] == stamps[1]:
+        return None
+    return "its content" if "etag" in now else "its time; its content is not noted"
 
 
 def content_of(fingerprint: Fingerprint) -> str:

@@ -312,13 +312,11 @@ def _command(kind: FileKind, file: StoragePath, stem: str, extension: str) -> st
     old = file.text if has_name else f"{file.text}{kind.extension}"
     inner = stem if has_name else file.text
     stem, extension = os.path.splitext(inner)
-    new = (
-        inner
-        if kind.result in (None, extension.lower())
-        else f"{stem if extension else inner}{kind.result}"
-    )
+    new = inner
     if kind.result is None and not extension:
         new = f"{inner}.jsonl"
+    elif kind.result not in (None, extension.lower()):
+        new = f"{stem if extension else inner}{kind.result}"
     if file.is_local:
         made = kind.command.format(old=shlex.quote(old), new=shlex.quote(new))
         return made if has_name else f"{_move(file, old)} && {made}"

@@ -369,14 +369,15 @@ def _with_formats(
             detect_batch,
             [file for file, format_ in zip(files, known, strict=True) if format_ is None],
         )
-        return tuple(
-            next(opened)
-            if format_ is None
-            else file
-            if format_ == file.format
-            else replace(file, format=format_)
-            for file, format_ in zip(files, known, strict=True)
-        )
+        with_formats = []
+        for file, format_ in zip(files, known, strict=True):
+            if format_ is None:
+                with_formats.append(next(opened))
+            elif format_ == file.format:
+                with_formats.append(file)
+            else:
+                with_formats.append(replace(file, format=format_))
+        return tuple(with_formats)
 
 
 def row_settings_line(plan: InputPlan) -> str | None:

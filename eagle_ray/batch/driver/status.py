@@ -119,14 +119,19 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
     max_quiet_s = max(
         MIN_SILENCE_S, SILENCE_INTERVALS * manifest["config"]["logging"]["progress_every_s"]
     )
+    total = None
+    if is_done:
+        state_name = "done"
+        summary = read_derived_record(output / SUMMARY, SummaryRecord, NO_TOTAL) or {}
+        total = summary.get("total")
+    elif "outcome" in last:
+        state_name = "stopped"
+    else:
+        state_name = _liveness(driver, quiet_s, max_quiet_s)
     return RunStatus(
         output=str(output),
         run_id=manifest["run_id"],
-        state="done"
-        if is_done
-        else "stopped"
-        if "outcome" in last
-        else _liveness(driver, quiet_s, max_quiet_s),
+        state=state_name,
         attempt=last["attempt"],
         started_at=last["started_at"],
         finished_at=last.get("finished_at"),
@@ -134,9 +139,7 @@ def status_of(output: StoragePath, now: datetime | None = None) -> RunStatus:
         quiet_s=max(0.0, quiet_s),
         process=driver,
         progress=progress,
-        total=(read_derived_record(output / SUMMARY, SummaryRecord, NO_TOTAL) or {}).get("total")
-        if is_done
-        else None,
+        total=total,
     )
 
 

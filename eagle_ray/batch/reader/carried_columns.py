@@ -89,13 +89,9 @@ def type_of(value: Any) -> pa.DataType:
         return pa.bool_()
     if isinstance(value, int):
         return pa.int64() if -(2**63) <= value < 2**63 else JSON
-    return (
-        pa.float64()
-        if isinstance(value, float)
-        else pa.string()
-        if isinstance(value, str)
-        else JSON
-    )
+    if isinstance(value, float):
+        return pa.float64()
+    return pa.string() if isinstance(value, str) else JSON
 
 
 def type_in_parquet(declared: pa.DataType) -> pa.DataType:

@@ -215,5 +215,10 @@ def parse_csv_value(column: str, text: str) -> Any:
         return json_error(f"column {column!r}", error)
     except ValueError:
         return text
-    wanted = list if is_list else dict if is_map else int | float
-    return value if isinstance(value, wanted) else text
+    if is_list:
+        is_wanted = isinstance(value, list)
+    elif is_map:
+        is_wanted = isinstance(value, dict)
+    else:
+        is_wanted = isinstance(value, int | float)
+    return value if is_wanted else text
