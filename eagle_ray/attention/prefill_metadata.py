@@ -111,10 +111,13 @@ class PrefillMetadata(Projected):
         self, query: Tensor, key: Tensor, value: Tensor, attention: AttentionParams
     ) -> Tensor:
         self.cache.write(attention.layer, self.slot_mapping, key[0], value[0])
+        by_row = query[0].transpose(0, 1)
         rows = None
         if not self.cache.is_rounded:  # else rows attend to what later passes see: the cache's
-            rows = (key[0].transpose(0, 1), value[0].transpose(0, 1))
-        out = self._attend(query[0].transpose(0, 1), rows, attention)
+            keys = key[0].transpose(0, 1)
+            values = value[0].transpose(0, 1)
+            rows = (keys, values)
+        out = self._attend(by_row, rows, attention)
         return out.transpose(0, 1)[None]
 
     def attend_projected(
@@ -254,10 +257,16 @@ def _slot_mapping(
     """Return where the cache stores each slot's positions, from its start up to its end."""
     device = cache.keys.device
     spans = list(zip(starts, ends, strict=True))
-    counts = [end - start for start, end in spans]
     positions = torch.cat([torch.arange(start, end) for start, end in spans])
-    each = torch.tensor(slots).repeat_interleave(torch.tensor(counts), output_size=sum(counts))
-    return cache.slot_mapping(copy_to_device(each, device), copy_to_device(positions, device))
+
+    # The slot of each of these positions.
+    counts = [end - start for start, end in spans]
+    repeats = torch.tensor(counts)
+    each = torch.tensor(slots).repeat_interleave(repeats, output_size=sum(counts))
+
+    positions = copy_to_device(positions, device)
+    each = copy_to_device(each, device)
+    return cache.slot_mapping(each, positions)
 
 
 def _one_by_one(
@@ -267,6 +276,8 @@ def _one_by_one(
     attention: AttentionParams,
 ) -> Float[Tensor, "N heads dv"]:
     """Return the attention of one chunk's rows."""
-    query, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    query = query.transpose(0, 1)[None]
+    keys = keys.transpose(0, 1)[None]
+    values = values.transpose(0, 1)[None]
     out = causal_attention(query, keys, values, attention)
     return out[0].transpose(0, 1)

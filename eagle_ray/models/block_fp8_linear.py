@@ -33,10 +33,14 @@ class BlockFp8Linear(GpuLinear):
 
     def __init__(self, weight: Fp8BlockWeight, bias: Float[Tensor, " O"] | None = None):
         num_out, num_in = weight.shape
-        super().__init__(num_out, num_in, None if bias is None else bias.to(torch.bfloat16))
+        if bias is not None:
+            bias = bias.to(torch.bfloat16)
+        super().__init__(num_out, num_in, bias)
         self.block = weight.block
+        # The kernels read scales in fp32, row by row.
+        scale = weight.scale.float()
         self.register_buffer("values", weight.values, persistent=False)
-        self.register_buffer("scale", weight.scale.float().contiguous(), persistent=False)
+        self.register_buffer("scale", scale.contiguous(), persistent=False)
         self.count_arrivals()
 
     @property
@@ -44,22 +48,32 @@ class BlockFp8Linear(GpuLinear):
         return StoredWeight.fp8(self.values, self.scale, self.block)
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
+        if not super().can_merge(parts):
+            return False
+        # Outputs can be divided into smaller blocks, but the inputs of a block must agree.
         layers = cast(Sequence[BlockFp8Linear], parts)
-        return super().can_merge(parts) and all(x.block[1] == self.block[1] for x in layers)
+        num_inputs = self.block[1]
+        return all(layer.block[1] == num_inputs for layer in layers)
 
     def merged(self, parts: Sequence[GpuLinear]) -> BlockFp8Linear:
         layers = cast(Sequence[BlockFp8Linear], parts)
         # No block has outputs of two layers.
-        outputs = math.gcd(*(x.block[0] for x in layers), *(x.out_features for x in layers))
-        fine = [x._blocks.in_blocks_of(outputs, self.block[1]) for x in layers]
-        values = joined_rows([x.values for x in layers])
+        sizes = [layer.block[0] for layer in layers]
+        num_outs = [layer.out_features for layer in layers]
+        num_outputs = math.gcd(*sizes, *num_outs)
+        num_inputs = self.block[1]
+        fine = [layer._blocks.in_blocks_of(num_outputs, num_inputs) for layer in layers]
+
+        values = joined_rows([layer.values for layer in layers])
         scale = torch.cat([weight.scale for weight in fine])
-        whole = Fp8BlockWeight(values, scale, fine[0].block)
-        return BlockFp8Linear(whole, joined_biases(layers))
+        whole = Fp8BlockWeight(values, scale, (num_outputs, num_inputs))
+        bias = joined_biases(layers)
+        return BlockFp8Linear(whole, bias)
 
     def forward(self, inputs: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
-        rows = inputs.reshape(-1, self.in_features).contiguous()
-        return self.multiply(rows).view(*inputs.shape[:-1], -1)
+        rows = inputs.reshape(-1, self.in_features)
+        outputs = self.multiply(rows.contiguous())
+        return outputs.view(*inputs.shape[:-1], -1)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         if use_triton(self.values.device):
@@ -69,7 +83,8 @@ class BlockFp8Linear(GpuLinear):
         return self._blocks.dequantize().to(torch.bfloat16)
 
     def multiply_many(self, rows: Float[Tensor, "R I"]) -> Float[Tensor, "R O"]:
-        return F.linear(rows, self.dequantize(), self.bias)
+        weight = self.dequantize()
+        return F.linear(rows, weight, self.bias)
 
     @property
     def _blocks(self) -> Fp8BlockWeight:
@@ -80,4 +95,5 @@ def why_not_blocks(weight: Fp8BlockWeight, device: torch.device) -> str | None:
     """Return why a layer on this device cannot keep an FP8 weight in blocks, or None if it can."""
     if not use_triton(device):
         return "weights in blocks of FP8 need Triton's kernels, which do not run here"
-    return why_not_skinny(StoredWeight.fp8(weight.values, weight.scale, weight.block))
+    stored = StoredWeight.fp8(weight.values, weight.scale, weight.block)
+    return why_not_skinny(stored)

@@ -99,7 +99,8 @@ class Experts:
         router = block.router if mixture.scales_inputs else block.gate
         gate_up, down = _stacks_of(block.experts)
         if mixture.scales_inputs:  # stored inputs first, and never in FP8
-            gate_up, down = (cast(Tensor, stack).transpose(1, 2) for stack in (gate_up, down))
+            gate_up = cast(Tensor, gate_up).transpose(1, 2)
+            down = cast(Tensor, down).transpose(1, 2)
         return cls(
             reader=_router_of(block, router),
             gate_up=gate_up,
@@ -126,8 +127,8 @@ class Experts:
         rows = torch.randn(max(TRIED_ROWS), width, generator=generator)
         rows = rows.to(self.gate_up.device, self.reader.weight.dtype)
         logits = torch.cat([self.reader(rows[:num_rows]) for num_rows in TRIED_ROWS])
-        data = logits.contiguous().cpu().view(torch.uint8).numpy().tobytes()
-        return crc32(data)
+        octets = logits.contiguous().cpu().view(torch.uint8)
+        return crc32(octets.numpy().tobytes())
 
     def _delta(self, normed: Float[Tensor, "R H"]) -> Float[Tensor, "R H"]:
         """Return this rank's part of the experts' output."""
@@ -213,9 +214,11 @@ class Experts:
         if self.scales_inputs:
             gathered = gathered * weights.flatten()[order, None]
             weights = torch.ones_like(weights)
-        both = grouped_mm(gathered, cast(Tensor, self.gate_up).transpose(1, 2), offs=ends)
+        gate_up = cast(Tensor, self.gate_up).transpose(1, 2)
+        down = cast(Tensor, self.down).transpose(1, 2)
+        both = grouped_mm(gathered, gate_up, offs=ends)
         inner = self.ops.silu_mul(both)
-        sorted_outputs = grouped_mm(inner, cast(Tensor, self.down).transpose(1, 2), offs=ends)
+        sorted_outputs = grouped_mm(inner, down, offs=ends)
 
         # Restore the order of the pairs, in which each row adds up its choices.
         outputs = torch.empty_like(sorted_outputs).index_copy_(0, order, sorted_outputs)
@@ -243,7 +246,8 @@ class Experts:
             share = share[:, :, None]
             rows = normed * share if self.scales_inputs else normed
             both = torch.matmul(rows, gate_up.transpose(1, 2))
-            inner = self.ops.silu_mul(both.flatten(0, 1)).view(*both.shape[:2], -1)
+            inner = self.ops.silu_mul(both.flatten(0, 1))
+            inner = inner.view(*both.shape[:2], -1)
             outputs = torch.bmm(inner, down.transpose(1, 2))
             outputs = outputs.masked_fill_(share == 0, 0.0)  # 0 times infinity is not 0
             weighted = outputs if self.scales_inputs else outputs * share

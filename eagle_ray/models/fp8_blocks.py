@@ -39,7 +39,9 @@ class Fp8BlockWeight:
 
     def to(self, device: torch.device | str) -> Fp8BlockWeight:
         """Return a copy of the weight on a device."""
-        return Fp8BlockWeight(self.values.to(device), self.scale.to(device), self.block)
+        values = self.values.to(device)
+        scale = self.scale.to(device)
+        return Fp8BlockWeight(values, scale, self.block)
 
     def dequantize(self) -> Float[Tensor, "O I"]:
         """Return the weight in fp32."""
@@ -47,26 +49,36 @@ class Fp8BlockWeight:
 
     def in_blocks_of(self, outputs: int, inputs: int) -> Fp8BlockWeight:
         """Return the weight with smaller blocks; each scale is repeated. The sizes must divide the present ones."""
-        scale = self.scale.repeat_interleave(self.block[0] // outputs, 0)
-        scale = scale.repeat_interleave(self.block[1] // inputs, 1)
+        block_outputs, block_inputs = self.block
+        scale = self.scale.repeat_interleave(block_outputs // outputs, 0)
+        scale = scale.repeat_interleave(block_inputs // inputs, 1)
         # The last of its blocks may be smaller, and has fewer of the new ones.
-        num_outputs = ceil_div(self.shape[0], outputs)
-        num_inputs = ceil_div(self.shape[1], inputs)
-        return Fp8BlockWeight(self.values, scale[:num_outputs, :num_inputs], (outputs, inputs))
+        num_outputs, num_inputs = self.shape
+        scale = scale[: ceil_div(num_outputs, outputs)]
+        scale = scale[:, : ceil_div(num_inputs, inputs)]
+        return Fp8BlockWeight(self.values, scale, (outputs, inputs))
 
 
 def part_of_blocks(weight: Fp8BlockWeight, part: Part) -> Fp8BlockWeight:
     """Return some outputs or some inputs of a weight, with blocks small enough that the part cuts none."""
-    sizes = list(weight.block)
+    # A size that divides each begin and end puts every one of them between two blocks.
     ends = [end for both in part.ranges for end in both]
-    sizes[part.dim] = math.gcd(sizes[part.dim], *ends)
+    size = math.gcd(weight.block[part.dim], *ends)
+    sizes = list(weight.block)
+    sizes[part.dim] = size
     fine = weight.in_blocks_of(*sizes)
-    size = sizes[part.dim]
-    ranges_of_blocks = tuple((begin // size, ceil_div(end, size)) for begin, end in part.ranges)
-    values = cut_out(fine.values.view(torch.uint8), part).view(torch.float8_e4m3fn)
-    scale = cut_out(fine.scale, Part(part.dim, ranges_of_blocks))
+
+    # Cut out as bytes: not every operation of torch takes 8-bit floats.
+    octets = cut_out(fine.values.view(torch.uint8), part)
+    values = octets.view(torch.float8_e4m3fn)
+    ranges_of_blocks = []
+    for begin, end in part.ranges:
+        ranges_of_blocks.append((begin // size, ceil_div(end, size)))
+    scale = cut_out(fine.scale, Part(part.dim, tuple(ranges_of_blocks)))
+
     # Rows that a part is padded with have scales, too.
     num_missing = ceil_div(len(values), fine.block[0]) - len(scale)
     if num_missing:
-        scale = torch.cat([scale, scale.new_ones(num_missing, scale.shape[1])])
+        padding = scale.new_ones(num_missing, scale.shape[1])
+        scale = torch.cat([scale, padding])
     return Fp8BlockWeight(values, scale, fine.block)

@@ -32,7 +32,9 @@ class GpuLinear(nn.Module):
         super().__init__()
         self.out_features = out_features
         self.in_features = in_features
-        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        if bias is not None:
+            bias = bias.detach()
+        self.register_buffer("bias", bias, persistent=False)
 
     @property
     def weight(self) -> Tensor:
@@ -46,7 +48,8 @@ class GpuLinear(nn.Module):
 
     def count_arrivals(self) -> None:
         """Allocate the arrival counters of the kernel for few rows. Called once the weight is set."""
-        self.register_buffer("arrivals", no_arrivals(self.stored), persistent=False)
+        arrivals = no_arrivals(self.stored)
+        self.register_buffer("arrivals", arrivals, persistent=False)
 
     def multiply(self, rows: Float[Tensor, "R I"] | ScaledRows) -> Float[Tensor, "R O"]:
         """Return rows @ weight.T + bias: few rows by our own kernel, if it is chosen on this device, more by torch."""
@@ -60,10 +63,13 @@ class GpuLinear(nn.Module):
 
     def can_merge(self, parts: Sequence[nn.Module]) -> bool:
         """Return whether `merged` can join these layers."""
-        return all(
-            type(part) is type(self) and (part.bias is None) == (self.bias is None)
-            for part in parts
-        )
+        has_bias = self.bias is not None
+        for part in parts:
+            if type(part) is not type(self):
+                return False
+            if (part.bias is not None) != has_bias:
+                return False
+        return True
 
     def merged(self, parts: Sequence[GpuLinear]) -> GpuLinear:
         """Return one layer with the concatenated outputs of its parts. The parts become views of its memory."""
@@ -75,9 +81,9 @@ class GpuLinear(nn.Module):
 
     def rows(self, index: Int[Tensor, " D"]) -> nn.Linear:
         """Return a dense layer with some of this layer's outputs, in the given order."""
-        return dense_linear(
-            self.dequantize()[index], None if self.bias is None else self.bias[index]
-        )
+        weight = self.dequantize()[index]
+        bias = None if self.bias is None else self.bias[index]
+        return dense_linear(weight, bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -85,12 +91,13 @@ class GpuLinear(nn.Module):
 
 def dense_linear(weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None) -> nn.Linear:
     """Return a frozen dense layer over these tensors."""
+    num_out, num_in = weight.shape
     with torch.device("meta"):
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+        layer = nn.Linear(num_in, num_out, bias is not None)
+    # The layer on "meta" has no memory: both its tensors are replaced.
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    layer.register_parameter(
-        "bias", None if bias is None else nn.Parameter(bias, requires_grad=False)
-    )
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
     return layer
 
 
@@ -104,14 +111,21 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 
     Nothing is copied if they are adjacent views already.
     """
-    ends = [part.data_ptr() + part.nbytes for part in parts]
-    begins = [part.data_ptr() for part in parts]
-    num_rows = sum(map(len, parts))
     first = parts[0]
-    if begins[1:] == ends[:-1] and _bytes_from(first) >= sum(part.nbytes for part in parts):
-        return first.as_strided((num_rows, *first.shape[1:]), first.stride())
-    whole = torch.cat([part.view(torch.uint8) for part in parts]).view(first.dtype)
-    for part, rows in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+    counts = [len(part) for part in parts]
+
+    # Each part begins where the one before ends, in one storage that holds them all.
+    begins = [part.data_ptr() for part in parts]
+    ends = [part.data_ptr() + part.nbytes for part in parts]
+    num_bytes = sum(part.nbytes for part in parts)
+    if begins[1:] == ends[:-1] and _bytes_from(first) >= num_bytes:
+        shape = (sum(counts), *first.shape[1:])
+        return first.as_strided(shape, first.stride())
+
+    # Joined as bytes: not every operation of torch takes 8-bit floats.
+    octets = torch.cat([part.view(torch.uint8) for part in parts])
+    whole = octets.view(first.dtype)
+    for part, rows in zip(parts, whole.split(counts), strict=True):
         part.data = rows
     return whole
 
@@ -119,4 +133,5 @@ def joined_rows(parts: Sequence[Tensor]) -> Tensor:
 def _bytes_from(part: Tensor) -> int:
     """Return the bytes of the part's storage from its first number on."""
     storage = part.untyped_storage()
-    return storage.nbytes() - (part.data_ptr() - storage.data_ptr())
+    skipped = part.data_ptr() - storage.data_ptr()
+    return storage.nbytes() - skipped

@@ -116,9 +116,13 @@ class Int4Linear(GpuLinear):
         if (reason := why_not_int4(weight)) is not None:
             raise ValueError(reason)
         num_out, num_in = weight.codes.shape
-        super().__init__(num_out, num_in, None if bias is None else bias.to(torch.bfloat16))
-        self.register_buffer("packed", tile_packed(weight.codes), persistent=False)
-        self.register_buffer("scales", _scales_and_zeros(weight), persistent=False)
+        if bias is not None:
+            bias = bias.to(torch.bfloat16)
+        super().__init__(num_out, num_in, bias)
+        packed = tile_packed(weight.codes)
+        scales = _scales_and_zeros(weight)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("order", weight.order, persistent=False)
         self.count_arrivals()
 
@@ -138,15 +142,16 @@ class Int4Linear(GpuLinear):
     def merged(self, parts: Sequence[GpuLinear]) -> Int4Linear:
         layers = cast(Sequence[Int4Linear], parts)
         whole = Int4Linear.__new__(Int4Linear)
-        GpuLinear.__init__(
-            whole, sum(x.out_features for x in layers), self.in_features, joined_biases(layers)
-        )
-        scales = torch.cat([x.scales for x in layers], 1)
-        for part, view in zip(
-            layers, scales.split([x.out_features for x in layers], 1), strict=True
-        ):
-            part.scales.data = view
-        whole.register_buffer("packed", joined_rows([x.packed for x in layers]), persistent=False)
+        num_outs = [layer.out_features for layer in layers]
+        bias = joined_biases(layers)
+        GpuLinear.__init__(whole, sum(num_outs), self.in_features, bias)
+
+        # The outputs are the second dimension of scales, so joined_rows does not suit them.
+        scales = torch.cat([layer.scales for layer in layers], 1)
+        for layer, view in zip(layers, scales.split(num_outs, 1), strict=True):
+            layer.scales.data = view
+        packed = joined_rows([layer.packed for layer in layers])
+        whole.register_buffer("packed", packed, persistent=False)
         whole.register_buffer("scales", scales, persistent=False)
         whole.register_buffer("order", self.order, persistent=False)
         whole.count_arrivals()
@@ -178,9 +183,12 @@ class Int4Linear(GpuLinear):
             from eagle_ray.kernels.fused_layer import dequantize_int4
 
             return dequantize_int4(self.packed, self.scales)
-        scale, zero = self.scales.float().transpose(0, 1).unbind(-1)
-        codes = tile_unpacked(self.packed).unflatten(1, (-1, self.group_size)) - 8
-        return (codes * scale[..., None] + zero[..., None]).flatten(1).to(torch.bfloat16)
+        by_output = self.scales.float().transpose(0, 1)
+        scale, zero = by_output.unbind(-1)
+        codes = tile_unpacked(self.packed)
+        codes = codes.unflatten(1, (-1, self.group_size)) - 8
+        weight = codes * scale[..., None] + zero[..., None]
+        return weight.flatten(1).to(torch.bfloat16)
 
 
 def gpu_linear(
@@ -202,7 +210,10 @@ def gpu_linear(
             return BlockFp8Linear(weight, bias)
         return Int4Linear(weight, bias)
     log_dense(reason)
-    return dense_linear(weight.dequantize().to(dtype), None if bias is None else bias.to(dtype))
+    dense = weight.dequantize().to(dtype)
+    if bias is not None:
+        bias = bias.to(dtype)
+    return dense_linear(dense, bias)
 
 
 def why_not_int4(weight: QuantizedWeight) -> str | None:
@@ -353,5 +364,7 @@ def _scales_and_zeros(weight: QuantizedWeight) -> Float[Tensor, "G O 2"]:
     """Return bf16 scales and zeros: scale * code + offset is scale * (code - 8) + zero. Large groups are divided."""
     size = next(size for size in INT4_GROUPS if weight.group_size % size == 0)
     scale = weight.scale.float()
-    both = torch.stack([scale, weight.offset.float() + 8 * scale], -1).to(torch.bfloat16)
-    return both.repeat_interleave(weight.group_size // size, 1).transpose(0, 1).contiguous()
+    zero = weight.offset.float() + 8 * scale
+    both = torch.stack([scale, zero], -1).to(torch.bfloat16)
+    both = both.repeat_interleave(weight.group_size // size, 1)
+    return both.transpose(0, 1).contiguous()

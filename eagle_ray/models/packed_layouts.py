@@ -84,7 +84,8 @@ class SafetensorFiles:
             directory.glob("*.safetensors")
         )
         for path in paths:
-            files.file_of.update(dict.fromkeys(files.handle(path.name).keys(), path.name))
+            names = files.handle(path.name).keys()
+            files.file_of.update(dict.fromkeys(names, path.name))
         if not files.file_of:
             raise EngineError(
                 f"{directory}: holds no *.safetensors. Quantised weights are read from safetensors files"
@@ -103,8 +104,11 @@ class SafetensorFiles:
 
     def layer_names(self) -> dict[str, str]:
         """Return the name in the files of each layer that is renamed here."""
-        pairs = ((text.rpartition("."), name.rpartition(".")) for text, name in self.stored.items())
-        return {text[0]: name[0] for text, name in pairs}
+        layers = {}
+        for text, name in self.stored.items():
+            layer, _, _ = text.rpartition(".")
+            layers[layer], _, _ = name.rpartition(".")
+        return layers
 
     def handle(self, name: str) -> Any:
         """Return an open file of the directory."""
@@ -123,8 +127,9 @@ class SafetensorFiles:
         """Return a tensor. Raises EngineError if there is none of this name."""
         if name not in self.file_of:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
+        file = self.file_of[name]
         try:
-            return self.handle(self.file_of[name]).get_tensor(self.stored.get(name, name))
+            return self.handle(file).get_tensor(self.stored.get(name, name))
         except SafetensorError as error:
             raise EngineError(
                 f"tensor {name}: cannot be read: {one_line(error)}. {DOWNLOAD}"
@@ -134,7 +139,8 @@ class SafetensorFiles:
         """Return safetensors' lazy slice of a tensor, to read a part of it. Raises EngineError as `tensor` does."""
         if name not in self.file_of:
             raise EngineError(f"tensor {name}: is missing in {self.directory}. {DOWNLOAD}")
-        return self.handle(self.file_of[name]).get_slice(self.stored.get(name, name))
+        file = self.file_of[name]
+        return self.handle(file).get_slice(self.stored.get(name, name))
 
     def has_own_head(self) -> bool:
         """Return whether the files have an embedding and an lm_head in plain weights that differ."""
@@ -230,7 +236,8 @@ def read_awq(layer: LayerTensors, group_size: int, zero_point: bool) -> Quantize
     scale = layer.finite("scales", (num_groups, num_outputs))
     zero = torch.full_like(scale.T, 8)
     if zero_point or layer.has("qzeros"):
-        zero = _awq_codes(layer.tensor("qzeros", WORDS, (num_groups, words.shape[1])))
+        packed_zeros = layer.tensor("qzeros", WORDS, (num_groups, words.shape[1]))
+        zero = _awq_codes(packed_zeros)
     return _grouped(codes, scale.T, zero, 4)
 
 
@@ -371,8 +378,10 @@ def _codes(words: Int32[Tensor, "R W"], bits: int) -> UInt8[Tensor, "R C"]:
     octets = words.flatten().view(torch.uint8)
     if bits == 4:
         pairs = octets.short()
-        # The low half in the first byte.
-        octets = (pairs & 15).add_((pairs >> 4).mul_(256)).view(torch.uint8)
+        # The low half goes into the first byte of two, the high half into the second.
+        low = pairs & 15
+        high = pairs >> 4
+        octets = low.add_(high.mul_(256)).view(torch.uint8)
     return octets.unflatten(0, (len(words), -1))
 
 
@@ -419,13 +428,13 @@ def _grouped(
 ) -> QuantizedWeight:
     """Return scale * (codes - zero), with codes in the given order of the inputs."""
     codes = codes.contiguous() if order is None else codes.index_select(1, order)
+    # scale * (codes - zero) is scale * codes + offset.
     offset = -(zero.float() * scale.float())
-    dtype = (
-        torch.float16 if _is_exact_in_fp16(scale) and _is_exact_in_fp16(offset) else torch.float32
-    )
-    return QuantizedWeight(
-        codes, scale.to(dtype).contiguous(), offset.to(dtype).contiguous(), bits, order
-    )
+    is_exact = _is_exact_in_fp16(scale) and _is_exact_in_fp16(offset)
+    dtype = torch.float16 if is_exact else torch.float32
+    scale = scale.to(dtype).contiguous()
+    offset = offset.to(dtype).contiguous()
+    return QuantizedWeight(codes, scale, offset, bits, order)
 
 
 def _is_exact_in_fp16(values: Float[Tensor, "O G"]) -> bool:

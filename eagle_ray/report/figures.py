@@ -89,8 +89,10 @@ def rows_by_value(counts: dict[str, Any] | None, title: str) -> str | None:
     each = counts["counts"]
     x = Axis.over(low, low + width * len(each), title)
     plot = Plot(x, Axis.over(0, max(each), "rows", finest=1))
+    # A bar stands over the middle of its interval.
     points = [(low + width * (i + 0.5), count) for i, count in enumerate(each)]
-    return plot.svg(f"rows by {title}", [plot.bars(points, 0.9 * width)])
+    bars = plot.bars(points, 0.9 * width)
+    return plot.svg(f"rows by {title}", [bars])
 
 
 def confidence(calibration: dict[str, Any] | None) -> str | None:
@@ -103,12 +105,15 @@ def confidence(calibration: dict[str, Any] | None) -> str | None:
         rows, calibration["confidence"], calibration["right"], strict=True
     ):
         if count:
-            dots.append((mean, right / count, _radius(count, max(rows))))
+            share = right / count
+            radius = _radius(count, max(rows))
+            dots.append((mean, share, radius))
     plot = Plot(
         Axis.over(0, 1, "share of the best continuation in the probabilities of all", percent),
         Axis.over(0, 1, "right", percent),
     )
-    marks = [plot.line([(0, 0), (1, 1)], "even"), plot.dots(dots)]
+    diagonal = plot.line([(0, 0), (1, 1)], "even")
+    marks = [diagonal, plot.dots(dots)]
     return plot.svg("share of right rows by their confidence", marks)
 
 

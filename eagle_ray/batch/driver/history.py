@@ -31,10 +31,14 @@ class History:
     @classmethod
     def after(cls, earlier: Mapping[str, Any] | None) -> History:
         """Return the history with the points of earlier attempts, from ``_progress.json``."""
-        points = [list(point) for point in (earlier or {}).get("history") or []]
-        whole = [point for point in points if len(point) == len(POINT)]
-        last = whole[-1][0] or 0.0 if whole else 0.0
-        return cls(whole, max(MIN_STEP_S, last / MAX_HISTORY_POINTS))
+        recorded = (earlier or {}).get("history") or []
+        # Another version's points may have other numbers of facts.
+        whole = [list(point) for point in recorded if len(point) == len(POINT)]
+        last_s = 0.0
+        if whole:
+            last_s = whole[-1][0] or 0.0
+        step_s = max(MIN_STEP_S, last_s / MAX_HISTORY_POINTS)
+        return cls(whole, step_s)
 
     def add(self, elapsed_s: float, facts: Mapping[str, Any], workers: int) -> None:
         """Add a point with the current facts, unless the last point is too recent.

@@ -299,7 +299,8 @@ class PaddedDraft:
         """
         num = features.shape[1]
         level = self.level
-        self._all.features[:, : self.batch, :num].index_copy_(0, level, features[None])
+        stored = self._all.features[:, : self.batch, :num]
+        stored.index_copy_(0, level, features[None])
         if use_triton(level.device) and num * self.shape.children <= MAX_LEVEL_NODES:
             self._append_fused(tokens, scores, own, calibration)
         else:
@@ -330,11 +331,16 @@ class PaddedDraft:
         rows = slice(self.batch)
         num = tokens.shape[1]
         level = self.level
-        of.offered[:, rows, :num].index_copy_(0, level, tokens[None])
-        of.scores[:, rows, :num].index_copy_(0, level, scores[None])
+        offered = of.offered[:, rows, :num]
+        offered.index_copy_(0, level, tokens[None])
+        stored = of.scores[:, rows, :num]
+        stored.index_copy_(0, level, scores[None])
         of.num_offered.index_fill_(0, level, num)
-        kinds = (of.temperature[rows] > 0).long()
-        log_probs = scores if calibration is None else calibration.apply(level, kinds, scores)
+        log_probs = scores
+        if calibration is not None:
+            # Greedy sequences and sampled ones are calibrated apart.
+            kinds = (of.temperature[rows] > 0).long()
+            log_probs = calibration.apply(level, kinds, scores)
         self._add_nodes(tokens, log_probs, own)
 
     def _add_nodes(self, tokens: Tensor, log_probs: Tensor, own: Tensor) -> None:
@@ -374,9 +380,11 @@ class PaddedDraft:
 
         following = self.level + 1
         chosen = tokens.gather(1, index)
+        frontier_tokens = of.frontier_tokens[:, rows, :width]
+        frontier_tokens.index_copy_(0, following, chosen[None])
         parent_rows = index // self.shape.children
-        of.frontier_tokens[:, rows, :width].index_copy_(0, following, chosen[None])
-        of.parent_rows[:, rows, :width].index_copy_(0, following, parent_rows[None])
+        stored = of.parent_rows[:, rows, :width]
+        stored.index_copy_(0, following, parent_rows[None])
         self._see(parent_rows)
 
     def _see(self, parent_rows: Int[Tensor, "B W"]) -> None:
@@ -421,11 +429,16 @@ class PaddedDraft:
 
     def offered(self, kinds: Int[Tensor, " B"], num: int, depth: int) -> Proposals:
         """Return all proposed children, from which the calibration is updated."""
-        levels = [self._all.offered_level(i, num, self.width if i else 1) for i in range(depth)]
+        levels = []
+        for i in range(depth):
+            # The first level has one parent: the root.
+            width = self.width if i else 1
+            levels.append(self._all.offered_level(i, num, width))
         return Proposals(kinds, levels)
 
     def features(self, num: int, depth: int) -> list[Float[Tensor, "B _ H"]]:
-        return [self._all.features[i, :num, : self.width if i else 1] for i in range(depth)]
+        widths = [1, *[self.width] * (depth - 1)]
+        return [self._all.features[i, :num, : widths[i]] for i in range(depth)]
 
     def frontier(self, level: int | Tensor, num: int | None = None) -> Frontier:
         """Return the nodes whose children are drafted at a level. Only the newest level's values are valid."""

@@ -31,7 +31,9 @@ class _TokenFile:
         """Return a document, read from the file."""
         begin = self.ends[number - 1] if number else 0
         part = slice(begin, self.ends[number])
-        return Document(self.ids[part].tolist(), self.is_answer[part].astype(bool).tolist())
+        ids = self.ids[part]
+        is_answer = self.is_answer[part].astype(bool)
+        return Document(ids.tolist(), is_answer.tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,19 +68,26 @@ class DocumentStore(Sequence[Document]):
             ids.flush()
             is_answer.flush()
             # An empty file cannot be mapped.
-            tokens = _map(ids, np.int32) if end else np.zeros(0, np.int32)
-            flags = _map(is_answer, np.uint8) if end else np.zeros(0, np.uint8)
+            tokens = np.zeros(0, np.int32)
+            flags = np.zeros(0, np.uint8)
+            if end:
+                tokens = _map(ids, np.int32)
+                flags = _map(is_answer, np.uint8)
         file = _TokenFile(tokens, flags, np.array(ends, dtype=np.int64))
-        return cls(file, np.arange(len(ends)))
+        order = np.arange(len(ends))
+        return cls(file, order)
 
     def select(self, indices: Sequence[int]) -> DocumentStore:
         """Return a store with some of the documents, in this order, over the file of this one."""
-        return DocumentStore(self.file, self.order[np.array(indices, dtype=np.int64)])
+        # An empty list alone would become an array of floats, which indexes nothing.
+        chosen = np.array(indices, dtype=np.int64)
+        return DocumentStore(self.file, self.order[chosen])
 
     @cached_property
     def lengths(self) -> list[int]:
         """Return the tokens of each document."""
-        return np.diff(self.file.ends, prepend=0)[self.order].tolist()
+        in_file = np.diff(self.file.ends, prepend=0)
+        return in_file[self.order].tolist()
 
     def __len__(self) -> int:
         return len(self.order)
