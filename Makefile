@@ -6,7 +6,7 @@ CONSTRAINTS ?= infra/constraints.txt
 CUDA_TORCH ?= $(shell grep "^torch==" infra/constraints.txt)
 CPP := $(wildcard eagle_ray/kernels/*.cpp eagle_ray/kernels/*.h tests/kernels/arm/*.cpp)
 
-.PHONY: arm cuda-contracts help demo check test test-fast test-slow test-random durations documented coverage chaos chaos-at-scale clients bench-serve soak image-root lint style format types install wheel docs clean
+.PHONY: arm cuda-contracts help demo check test test-fast test-slow test-random durations documented coverage chaos chaos-at-scale endpoint-kills endpoint-memory clients bench-serve soak image-root lint style format types install wheel docs clean
 
 help:                           ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ chaos: $(VENV)/.installed       ## random kills over a real job on several nodes
 
 chaos-at-scale: $(VENV)/.installed  ## a hundred kills over two shards of 100,000 rows whose input grows, half an hour
 	$(BIN)/python -m tests.system.chaos_at_scale
+
+endpoint-kills: $(VENV)/.installed  ## 200 kills of jobs behind a scripted endpoint with every fault: rows and money
+	$(BIN)/python -m tests.system.endpoint_kills
+
+endpoint-memory: $(VENV)/.installed  ## a job of 100,000 rows behind a scripted endpoint: whether memory grows with them
+	$(BIN)/python -m tests.system.endpoint_memory
 
 bench-serve: $(VENV)/.installed ## many streams against a real endpoint, speculation off, uniform and adaptive, eight minutes
 	$(BIN)/python -m jobs.bench.serve
