@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -73,12 +73,30 @@ def read_model_config(path: Path) -> PretrainedConfig:
     """Return the config of the causal LM in `path`, without its weights. Raises EngineError if it cannot be run."""
     check_files(path)
     check_weight_files(path)
+    _refuse_head(path)
     config = text_half(_read_config(path))
     if quantization_of(config) is None and (settings := read_object(path, MODELOPT_SETTINGS)):
         config.quantization_config = settings | {"quant_method": "modelopt"}
     check_config(config)
     _check_quantiser(config)
     return config
+
+
+def _refuse_head(path: Path) -> None:
+    """Raise EngineError for a draft head, whose config.json may be that of a small Llama."""
+    file = path / "model.safetensors"
+    if not file.is_file():
+        return
+    try:
+        with safe_open(file, "pt") as weights:
+            names = list(weights.keys())
+    except (OSError, SafetensorError):
+        return  # reading the weights says so
+    if "fc.weight" in names:
+        raise EngineError(
+            f"{path} is a draft head (it has fc.weight) and no target. Name it as model.draft, and its target as "
+            "model.target"
+        )
 
 
 def load_causal_lm(

@@ -35,6 +35,7 @@ SMALL_FILES = (
     "added_tokens.json",
     "chat_template.json",
 )
+ADAPTER = "adapter_config.json"  # of a directory of an adapter (LoRA)
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -51,7 +52,15 @@ WEIGHT_PATTERNS = (
 
 
 def check_files(directory: Path) -> None:
-    """Raise EngineError if a small file of a target is not a JSON object, or if a file is a Git LFS pointer."""
+    """Raise EngineError if a small file of a target is not a JSON object, or if a file is a Git LFS pointer.
+
+    A directory of an adapter (LoRA) alone is refused, too.
+    """
+    if (directory / ADAPTER).exists() and not (directory / "config.json").exists():
+        raise EngineError(
+            f"{directory}: it holds an adapter ({ADAPTER}) and no model. Merge the adapter into its base model, and "
+            "name the result"
+        )
     check_no_pointers(directory / name for name in TEXT_FILES)
     for name in SMALL_FILES:
         read_object(directory, name)

@@ -63,6 +63,22 @@ def test_a_tensor_of_another_shape_is_named(directory):
         load(directory)
 
 
+def test_a_head_is_refused_as_a_target(directory):
+    damage(directory, **{"fc.weight": torch.zeros(32, 64)})
+    with pytest.raises(
+        EngineError, match=r"is a draft head .* and no target\. Name it as model\.draft"
+    ):
+        read_model_config(directory)
+
+
+def test_an_adapter_is_refused_as_a_target(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        EngineError, match=r"it holds an adapter .* and no model\. Merge the adapter"
+    ):
+        read_model_config(tmp_path)
+
+
 def test_a_tied_lm_head_is_not_missed(tmp_path):
     model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
