@@ -132,7 +132,8 @@ FOR_AMX inline void sum_pieces(const uint8_t *codes, const int8_t *numbers, int6
         _tile_dpbsud(total, input, code);                                                                              \
     }
     PIECE(0, 0, 4, 6)
-    PIECE(1, 1, 5, 7) PIECE(2, 2, 4, 6) PIECE(3, 3, 5, 7)
+    PIECE(1, 1, 5, 7)
+    PIECE(2, 2, 4, 6) PIECE(3, 3, 5, 7)
 #undef PIECE
 #define STORE(k)                                                                                                       \
     if (k < count)                                                                                                     \
