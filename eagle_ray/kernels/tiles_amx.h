@@ -124,21 +124,25 @@ using PieceSums = int32_t[IN_FLIGHT][TILE_ROWS * TILE];
 template <int INPUTS>
 FOR_AMX inline void sum_pieces(const uint8_t *codes, const int8_t *numbers, int64_t count, PieceSums &sums) {
     constexpr int64_t PIECES = BLOCK / INPUTS, CODES = INPUTS * TILE;
-#define PIECE(k, total, input, code)                                                                                   \
+#define BEGIN(k, total, input, code)                                                                                   \
     if (k < count) {                                                                                                   \
         _tile_zero(total);                                                                                             \
         _tile_loadd(input, numbers + k / PIECES * ROWS * BLOCK + k % PIECES * INPUTS, BLOCK);                          \
         _tile_loadd(code, codes + k * CODES, 64);                                                                      \
         _tile_dpbsud(total, input, code);                                                                              \
     }
-    PIECE(0, 0, 4, 6)
-    PIECE(1, 1, 5, 7)
-    PIECE(2, 2, 4, 6) PIECE(3, 3, 5, 7)
-#undef PIECE
 #define STORE(k)                                                                                                       \
     if (k < count)                                                                                                     \
         _tile_stored(k, sums[k], 64);
-        STORE(0) STORE(1) STORE(2) STORE(3)
+    BEGIN(0, 0, 4, 6);
+    BEGIN(1, 1, 5, 7);
+    BEGIN(2, 2, 4, 6);
+    BEGIN(3, 3, 5, 7);
+    STORE(0);
+    STORE(1);
+    STORE(2);
+    STORE(3);
+#undef BEGIN
 #undef STORE
 }
 
