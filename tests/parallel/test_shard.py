@@ -505,7 +505,7 @@ def test_what_ranks_do_not_read_is_refused_before_they_start(
     (tmp_path / file).write_bytes(b"never read")
     model = ModelConfig(target=str(tmp_path), device="cpu", quantization="fp8" if fp8 else "none")
     monkeypatch.setattr(
-        tensor_parallel, "load_config", AutoConfig.from_pretrained
+        tensor_parallel, "read_model_config", AutoConfig.from_pretrained
     )  # bitsandbytes need not be installed
     with pytest.raises(
         ConfigError, match=f"^tensor_parallel: 2, and .*{words}.*, or set tensor_parallel to 1.$"
