@@ -213,13 +213,7 @@ void round_features(const team::Member &member, Pass &pass, const DraftHead &h) 
     RoundedRows to = pass.rounded.rows_of(*h.lm_head.weight);
     if (!h.last_norm)
         return round_rows(member, pass.hidden.data(), pass.kept.size(), to);
-    round_share(member, to, pass.kept.size(), [&](int64_t r, int64_t first, int64_t last) {
-        int64_t at = first * BLOCK;
-        const float *row = pass.hidden.data() + r * size;
-        float *normed = pass.normed.data() + r * size + at;
-        scale_row(normed, row + at, h.last_norm + at, (last - first) * BLOCK, inverse_rms(row, size, h.last_eps));
-        return normed;
-    });
+    round_normed(member, pass.hidden.data(), pass.kept.size(), size, h.last_norm, h.last_eps, to, pass.normed.data());
 }
 
 void run_pass(const team::Member &member, Pass &pass, const DraftHead &h, const Rows &seen,

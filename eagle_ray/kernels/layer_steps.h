@@ -13,23 +13,19 @@
 
 namespace {
 
-// Norms rows [rows, size].
+// Norms rows [rows, size]. kept: where the normed rows are written, too, or null.
 inline void round_normed(const team::Member &member, const float *from, int64_t rows, int64_t size, const float *weight,
-                         float eps, const RoundedRows &to) {
+                         float eps, const RoundedRows &to, float *kept = nullptr) {
     thread_local std::vector<float> of_thread;
     of_thread.resize(size);
-    float *normed = of_thread.data();
+    float *room = of_thread.data();
     round_share(member, to, rows, [&](int64_t r, int64_t first, int64_t last) {
         const float *row = from + r * size;
         int64_t at = first * BLOCK;
+        float *normed = kept ? kept + r * size + at : room;
         scale_row(normed, row + at, weight + at, (last - first) * BLOCK, inverse_rms(row, size, eps));
         return normed;
     });
-}
-
-inline void round_rows(const team::Member &member, const float *from, int64_t rows, const RoundedRows &to) {
-    round_share(member, to, rows,
-                [&](int64_t r, int64_t first, int64_t) { return from + (r * to.blocks + first) * BLOCK; });
 }
 
 // SiLU(gate) * up of rows that hold gate and then up.

@@ -263,8 +263,7 @@ void round_and_multiply(T *out, const T *inputs, const T *bias, const Weight &w,
     buffer.reserve(rows, w.inputs);
     const RoundedRows rounded = buffer.rows_of(w);
     parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
-        round_share(member, rounded, rows,
-                    [&](int64_t r, int64_t first, int64_t) { return inputs + r * w.inputs + first * BLOCK; });
+        round_rows(member, inputs, rows, rounded);
         member.barrier();
         multiply(member, Output<T>{out, false, w.outputs}, bias, w, rounded, rows);
     });
@@ -334,8 +333,7 @@ extern "C" void quantized_argmax_float32(int64_t *picks, const float *inputs, co
     int64_t members = 1;
     found.assign(threads * rows, Best{});
     parallel(rows * w.inputs * w.outputs > FEW ? threads : 1, [&](const team::Member &member) {
-        round_share(member, rounded, rows,
-                    [&](int64_t r, int64_t first, int64_t) { return inputs + r * w.inputs + first * BLOCK; });
+        round_rows(member, inputs, rows, rounded);
         member.barrier();
         multiply(member, Highest{found.data() + member.index * rows}, bias, w, rounded, rows);
         if (member.index == 0)

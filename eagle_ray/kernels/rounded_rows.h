@@ -136,4 +136,10 @@ void round_share(const team::Member &member, const RoundedRows &to, int64_t rows
     }
 }
 
+// Rows [rows, inputs].
+template <typename T> void round_rows(const team::Member &member, const T *from, int64_t rows, const RoundedRows &to) {
+    round_share(member, to, rows,
+                [&](int64_t r, int64_t first, int64_t) { return from + (r * to.blocks + first) * BLOCK; });
+}
+
 }  // namespace

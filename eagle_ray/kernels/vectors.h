@@ -106,16 +106,21 @@ inline float sum(Floats v) {
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// Each of four vectors of four lanes joined to one number: lanes 0 and 2 and lanes 1 and 3 first.
+template <typename Four, typename Join> Four across(const Four *b, const Join &join) {
+    Four low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5),
+         low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
+    Four high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7),
+         high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
+    Four pairs01 = join(low01, high01), pairs23 = join(low23, high23);
+    return join(__builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5),
+                __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7));
+}
+
 // The sums of four vectors, each in the order of `sum`.
 inline Floats4 sums(const Floats *v) {
     Floats4 b[4] = {folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
-    Floats4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5),
-            low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
-    Floats4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7),
-            high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
-    Floats4 pairs01 = low01 + high01, pairs23 = low23 + high23;  // lanes 0 + 2 and 1 + 3 of two vectors each
-    return __builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5) +
-           __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7);
+    return across(b, [](Floats4 x, Floats4 y) { return x + y; });
 }
 
 // The four lanes that a vector's lanes become if `join` joins those of one number modulo 4.
@@ -133,13 +138,7 @@ template <typename Join> Ints4 joined(const Ints *v, const Join &join) {
     Ints4 b[4];
     for (int i = 0; i < 4; i++)
         b[i] = folded(v[i], join);
-    Ints4 low01 = __builtin_shufflevector(b[0], b[1], 0, 4, 1, 5),
-          low23 = __builtin_shufflevector(b[2], b[3], 0, 4, 1, 5);
-    Ints4 high01 = __builtin_shufflevector(b[0], b[1], 2, 6, 3, 7),
-          high23 = __builtin_shufflevector(b[2], b[3], 2, 6, 3, 7);
-    Ints4 pairs01 = join(low01, high01), pairs23 = join(low23, high23);
-    return join(__builtin_shufflevector(pairs01, pairs23, 0, 1, 4, 5),
-                __builtin_shufflevector(pairs01, pairs23, 2, 3, 6, 7));
+    return across(b, join);
 }
 
 // The sum and the largest of each of four vectors of integers.
