@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import NotRequired, TypedDict  # pydantic reads no others before Python 3.12
 
 Finish = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+AnswerClass = TypeVar("AnswerClass", bound=type)
+DESCRIPTION = "openapi_description"  # attribute of a class of answers
+
+
+def described(description: str) -> Callable[[AnswerClass], AnswerClass]:
+    """Return a decorator that gives a class of answers its description in the OpenAPI document."""
+
+    def describe(answer: AnswerClass) -> AnswerClass:
+        setattr(answer, DESCRIPTION, description)
+        return answer
+
+    return describe
 
 
 class Error(TypedDict):
@@ -36,9 +49,11 @@ class TokenTotals(TypedDict):
     total_tokens: int
 
 
+@described(
+    "cached_tokens were found in KV blocks of earlier requests; reasoning_tokens are "
+    "those of the reasoning's text."
+)
 class Usage(TokenTotals):
-    """cached_tokens were found in KV blocks of earlier requests; reasoning_tokens are those of the reasoning's text."""
-
     prompt_tokens_details: CachedTokens
     completion_tokens_details: ReasoningTokens
 
@@ -51,9 +66,11 @@ class BatchUsage(TypedDict):
     total_tokens: int
 
 
+@described(
+    "Over all choices; entry j of the histogram is the number of steps that accepted "
+    "j draft tokens."
+)
 class SpeculativeDecoding(TypedDict):
-    """Over all choices; entry j of the histogram is the number of steps that accepted j draft tokens."""
-
     mean_acceptance_length: float | None
     draft_acceptance_rate: float | None
     acceptance_histogram: list[int]
@@ -82,9 +99,11 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+@described(
+    "The first place of an echoed prompt has no log-probability: null, and 0 for "
+    "OpenAI's own client libraries."
+)
 class TextLogprobs(TypedDict):
-    """The first place of an echoed prompt has no log-probability: null, and 0 for OpenAI's own client libraries."""
-
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None] | None
@@ -102,9 +121,8 @@ class MessageCall(TypedDict):
     function: CallFunction
 
 
+@described("content is null if there are tool calls alone.")
 class ChatAnswer(TypedDict):
-    """content is null if there are tool calls alone."""
-
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -112,9 +130,11 @@ class ChatAnswer(TypedDict):
     tool_calls: NotRequired[list[MessageCall]]
 
 
+@described(
+    "Log-probabilities of the texts of which an answer must be one, in their order: "
+    "with choice and logprobs."
+)
 class ChoiceScores(TypedDict, total=False):
-    """Log-probabilities of the texts of which an answer must be one, in their order: with choice and logprobs."""
-
     scores: list[float]
     score_tokens: list[int]
     score_bytes: list[int]
@@ -173,9 +193,8 @@ class StepToken(TypedDict):
     depth: int
 
 
+@described("How a decode step's tokens came, for stream_options.include_steps.")
 class Step(TypedDict):
-    """How a decode step's tokens came, for stream_options.include_steps."""
-
     step: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
@@ -187,18 +206,19 @@ class DeltaFunction(TypedDict):
     arguments: str
 
 
+@described("A piece of a tool call: first its id and name, then its arguments.")
 class DeltaCall(TypedDict):
-    """A piece of a tool call: first its id and name, then its arguments."""
-
     index: int
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
     function: DeltaFunction
 
 
+@described(
+    "A piece of a message. content is null in the first one, with the role, of a "
+    "request with tools."
+)
 class Delta(TypedDict):
-    """A piece of a message. content is null in the first one, with the role, of a request with tools."""
-
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
     reasoning_content: NotRequired[str]
@@ -217,9 +237,11 @@ class ChatChunkChoice(ChunkDetails):
     finish_reason: ChatFinish | None
 
 
+@described(
+    'finish_reason is null before the last chunk, and "length" there for OpenAI\'s '
+    "own client libraries."
+)
 class TextChunkChoice(ChunkDetails):
-    """finish_reason is null before the last chunk, and "length" there for OpenAI's own client libraries."""
-
     index: int
     text: str
     logprobs: TextLogprobs | None
@@ -231,16 +253,20 @@ class _Chunk(_Made):
     metrics: NotRequired[Metrics]
 
 
+@described(
+    "One event of a stream. Where usage is asked for it stands in the last one, "
+    "which has no choices."
+)
 class ChatChunk(_Chunk):
-    """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
-
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
 
 
+@described(
+    "One event of a stream. Where usage is asked for it stands in the last one, "
+    "which has no choices."
+)
 class TextChunk(_Chunk):
-    """One event of a stream. Where usage is asked for it stands in the last one, which has no choices."""
-
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
 
@@ -276,9 +302,8 @@ class ReasoningItem(TypedDict):
     content: list[ReasoningText]
 
 
+@described("arguments: a JSON object, unless the status is incomplete.")
 class FunctionCallItem(TypedDict):
-    """arguments: a JSON object, unless the status is incomplete."""
-
     id: str
     type: Literal["function_call"]
     status: ItemStatus
@@ -295,9 +320,11 @@ class InputDetails(TypedDict):
     cache_write_tokens: int
 
 
+@described(
+    "cached_tokens were found in other requests' KV blocks; reasoning_tokens are "
+    "those of the reasoning's text."
+)
 class ResponseUsage(TypedDict):
-    """cached_tokens were found in other requests' KV blocks; reasoning_tokens are those of the reasoning's text."""
-
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -309,9 +336,8 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+@described("A response and the request's parameters in force. metrics are there once it is over.")
 class ResponseBody(ChoiceScores):
-    """A response and the request's parameters in force. metrics are there once it is over."""
-
     id: str
     object: Literal["response"]
     created_at: int
@@ -340,9 +366,11 @@ class ResponseBody(ChoiceScores):
     metrics: NotRequired[Metrics]
 
 
+@described(
+    "An event of a stream, by its type: response.created to response.completed, "
+    "response.incomplete or error."
+)
 class ResponseEvent(TypedDict):
-    """An event of a stream, by its type: response.created to response.completed, response.incomplete or error."""
-
     type: str
     sequence_number: int
     response: NotRequired[ResponseBody]
@@ -509,9 +537,11 @@ class Models(TypedDict):
     data: list[Model]
 
 
+@described(
+    "embedding: numbers, or with encoding_format base64 the bytes of its float32 "
+    "numbers, little-endian."
+)
 class Embedding(TypedDict):
-    """embedding: numbers, or with encoding_format base64 the bytes of its float32 numbers, little-endian."""
-
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
@@ -529,9 +559,11 @@ class Embeddings(TypedDict):
     usage: EmbeddingUsage
 
 
+@described(
+    "scores: for each item the probability of each label, or with apply_softmax its "
+    "share of their sum."
+)
 class Scores(TypedDict):
-    """scores: for each item the probability of each label, or with apply_softmax its share of their sum."""
-
     object: Literal["scoring"]
     scores: list[list[float]]
     model: str
@@ -542,9 +574,10 @@ class RankedText(TypedDict):
     text: str
 
 
+@described(
+    "index: place of the document in the request. document: absent if the request does not want it."
+)
 class RankedDocument(TypedDict):
-    """index: place of the document in the request. document: absent if the request does not want it."""
-
     index: int
     relevance_score: float
     document: NotRequired[RankedText]
@@ -567,9 +600,8 @@ class Detokenized(TypedDict):
     prompt: str
 
 
+@described("And the special tokens, by their roles.")
 class TokenizerInfo(TypedDict):
-    """And the special tokens, by their roles."""
-
     tokenizer_class: str | None
     chat_template: NotRequired[str | None]
 

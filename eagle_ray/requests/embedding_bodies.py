@@ -41,9 +41,8 @@ _EMBEDDING_PARAMETERS = (
 
 
 class EmbeddingsRequest(OpenBody):
-    """POST /v1/embeddings: embed one text, several, or token ids"""
-
     api = Api.EMBEDDINGS
+    summary = "POST /v1/embeddings: embed one text, several, or token ids"
 
     input: str | list[str] | list[int] | list[list[int]]
     model: str | None = None

@@ -65,12 +65,13 @@ class Body(BaseModel):
 
     A class declares its fields with their types. The table says what a value must be, which fields may be
     absent and in which order they are read: pydantic calls its kinds. A class whose fields or defaults differ
-    from those of its API is refused when it is made. The docstring of each kind of body is its summary in the
-    OpenAPI document, so it names the route.
+    from those of its API is refused when it is made.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
     api: ClassVar[Api]
+    # The route's summary and the body's description in the OpenAPI document.
+    summary: ClassVar[str]
     # Whether its values are made of another body's, which were checked.
     has_plain_values: ClassVar[bool] = False
 
@@ -258,9 +259,8 @@ class GenerationBody(OpenBody):
 
 
 class ChatRequest(GenerationBody):
-    """POST /v1/chat/completions"""
-
     api = Api.CHAT
+    summary = "POST /v1/chat/completions"
 
     messages: list[Json]
     max_tokens: int | None = None
@@ -301,9 +301,8 @@ class ChatRequest(GenerationBody):
 
 
 class CompletionRequest(GenerationBody):
-    """POST /v1/completions. max_tokens 0 with echo returns the prompt only."""
-
     api = Api.COMPLETIONS
+    summary = "POST /v1/completions. max_tokens 0 with echo returns the prompt only."
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = None
@@ -354,9 +353,8 @@ class ResponseChat(ChatRequest):
 
 
 class ResponsesRequest(GenerationBody):
-    """POST /v1/responses"""
-
     api = Api.RESPONSES
+    summary = "POST /v1/responses"
     LENGTH_NAME: ClassVar[str] = RESPONSE_LENGTH
 
     input: str | list[Json]
@@ -403,9 +401,8 @@ def errors_of_item(name: str, index: int, num_items: int) -> Iterator[None]:
 
 
 class TokenizeRequest(OpenBody):
-    """POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."""
-
     api = Api.TOKENIZE
+    summary = "POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."
 
     model: str | None = None
     prompt: str | None = None
@@ -433,9 +430,8 @@ class TokenizeRequest(OpenBody):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize"""
-
     api = Api.DETOKENIZE
+    summary = "POST /detokenize"
 
     model: str | None = None
     tokens: list[int]

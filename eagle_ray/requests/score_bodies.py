@@ -40,9 +40,8 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 class ScoreRequest(OpenBody):
-    """POST /v1/score: score a few next tokens after each of several texts"""
-
     api = Api.SCORE
+    summary = "POST /v1/score: score a few next tokens after each of several texts"
     each: ClassVar[str] = "items"  # the parameter that has a sequence for each of its texts
 
     query: str
@@ -101,9 +100,8 @@ class ScoreRequest(OpenBody):
 
 
 class RerankRequest(OpenBody):
-    """POST /v1/rerank: order documents by how well they answer a query"""
-
     api = Api.RERANK
+    summary = "POST /v1/rerank: order documents by how well they answer a query"
     each: ClassVar[str] = "documents"  # likewise
 
     query: str

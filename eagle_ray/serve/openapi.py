@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core.core_schema import WithDefaultSchema
+from pydantic_core.core_schema import ModelSchema, TypedDictSchema, WithDefaultSchema
 
 from eagle_ray import __version__
 from eagle_ray.requests import answer_models
@@ -123,10 +123,23 @@ RETRY_AFTER = {
 
 
 class AnswerSchemas(GenerateJsonSchema):
-    """Schemas of answers, whose values are always there: a default says nothing to a client."""
+    """Schemas of answers. Defaults are left out, since an answer always has every value."""
 
     def default_schema(self, schema: WithDefaultSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
+
+    def typed_dict_schema(self, schema: TypedDictSchema) -> JsonSchemaValue:
+        return _with_description(super().typed_dict_schema(schema), schema["cls"])
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        return _with_description(super().model_schema(schema), schema["cls"])
+
+
+def _with_description(schema: JsonSchemaValue, answer: type) -> JsonSchemaValue:
+    """Replace the docstring of a class of answers, which pydantic shows, by its description."""
+    schema.pop("description", None)
+    description = vars(answer).get(answer_models.DESCRIPTION)
+    return schema if description is None else schema | {"description": description}
 
 
 @cache
@@ -175,7 +188,7 @@ def _post(path: str) -> Json:
     if path in STREAM_MODELS:
         content["text/event-stream"] = _events(STREAM_MODELS[path])
     body = {"required": True, "content": _content(kind)}
-    return _operation(kind.__doc__ or "", content, REFUSALS) | {"requestBody": body}
+    return _operation(kind.summary, content, REFUSALS) | {"requestBody": body}
 
 
 def _events(chunk: type) -> Json:
@@ -284,7 +297,7 @@ def _body_schema(body: type[Body]) -> Json:
         for row in rows
     }
     required = [row.name for row in rows if body.api in row.required]
-    return _named(body.__name__, body.__doc__ or "", properties, required)
+    return _named(body.__name__, body.summary, properties, required)
 
 
 def _object_schema(one: Object) -> Json:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from typing_extensions import Self, TypedDict  # pydantic reads no others before Python 3.12
 
 from eagle_ray.core.errors import RequestError
-from eagle_ray.requests.answer_models import BatchUsage
+from eagle_ray.requests.answer_models import BatchUsage, described
 from eagle_ray.requests.answers import NO_TOKENS, TokenUsage
 from eagle_ray.requests.batch_lines import URLS
 from eagle_ray.requests.openai_bodies import Body
@@ -111,9 +111,8 @@ class RequestCounts(TypedDict):
     failed: int
 
 
+@described("Times are seconds since 1970; each is null until it comes.")
 class BatchObject(OpenAiObject):
-    """Times are seconds since 1970; each is null until it comes."""
-
     id: str
     object: Literal["batch"] = "batch"
     endpoint: str
@@ -280,9 +279,8 @@ _BATCH_PARAMETERS = (
 
 
 class BatchBody(Body):
-    """POST /v1/batches: answer every line of an uploaded file"""
-
     api = Api.BATCHES
+    summary = "POST /v1/batches: answer every line of an uploaded file"
 
     input_file_id: str
     endpoint: str
