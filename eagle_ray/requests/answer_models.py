@@ -1,4 +1,8 @@
-"""Bodies of answers, as they are built and as the OpenAPI document describes them: OpenAI's and our additions."""
+"""Types of answers: what is sent to clients, and what the OpenAPI document describes.
+
+The forms are OpenAI's with this system's additions. Clients read the text of `described`. A
+docstring is for readers of the code.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +169,7 @@ class TextChoice(ChoiceScores, ShownIds):
 
 
 class _Made(TypedDict):
-    """What every answer and every chunk of one says of itself."""
+    """The keys that every answer and every chunk of a streamed answer has."""
 
     id: str
     created: int
@@ -377,13 +381,13 @@ class ResponseEvent(TypedDict):
 
 
 class _Event(TypedDict):
-    """An event before it is sent, which gives it its number."""
+    """An event before it is sent. Sending adds the sequence number."""
 
     sequence_number: NotRequired[int]
 
 
 class WholeEvent(_Event):
-    """The response as it begins or ends."""
+    """The event that a response begins or ends."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete"
@@ -392,7 +396,7 @@ class WholeEvent(_Event):
 
 
 class ItemEvent(_Event):
-    """The beginning or the end of an item."""
+    """The event that an item begins or ends."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: int
@@ -400,7 +404,7 @@ class ItemEvent(_Event):
 
 
 class PartPlace(TypedDict):
-    """The place of a text."""
+    """The item, and the part of it, to which a text belongs."""
 
     item_id: str
     output_index: int
@@ -408,7 +412,7 @@ class PartPlace(TypedDict):
 
 
 class PartEvent(_Event, PartPlace):
-    """The beginning or the end of a text."""
+    """The event that a part of an item begins or ends."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: OutputText | ReasoningText
@@ -463,7 +467,10 @@ StreamEvent = (
 
 
 class StoredResponse(ChoiceScores):
-    """The response of a batch's line. What the request asked for and a run does not store is empty or null."""
+    """The response to a line of a batch file.
+
+    A run does not store every parameter of a request. What it does not store is empty or null here.
+    """
 
     id: str
     object: Literal["response"]
@@ -516,7 +523,7 @@ class LineHead(TypedDict):
 
 
 class OutputLine(LineHead):
-    """A line of the file of a batch's answers. It has a response or an error."""
+    """A line of a batch's output file. It has either a response or an error."""
 
     response: LineResponse | None
     error: LineFailure | None

@@ -1,16 +1,18 @@
-"""Answers in OpenAI's forms: choices, log-probabilities, usage and metrics of a body, and lines of output files.
+"""Build answers in OpenAI's forms: choices, log-probabilities, usage, metrics, and lines of batch output files.
 
-A FinishedAnswer is made from a sequence (``sequence_answers``) or from a row of a run; bodies are
-made from it alone.
+Every body is built from FinishedAnswer objects. A FinishedAnswer comes from a sequence
+(``sequence_answers``) or from an output row of a run (`row_answer`).
 
-A line of a successful request has a response with status 200, that of an invalid request a response
-with status 400. A request that failed with a code of NOT_CARRIED_OUT has an error instead of a
-response.
+A line of a batch output file has one of three forms:
+
+    the request succeeded            a response with status 200
+    the request was invalid          a response with status 400
+    the request was not carried out  an error and no response (codes in NOT_CARRIED_OUT)
 
     output_line(rows, decode_token)["response"]["body"]["choices"][0]["message"]["content"]      # 'Paris.'
 
-The log-probability of a token is one value, with forms in OpenAI's bodies, in Python's outputs and
-in rows.
+A TokenLogprob is the log-probability of one token. Functions here convert it to the forms of chats,
+of completions, of Python and of output rows.
 
     >>> chat_form(token_logprobs([17], [-0.1], [[(17, -0.1)]]), decode_token={17: "Paris"}.get)[0]["token"]
     'Paris'
@@ -95,14 +97,19 @@ class FinishedAnswer:
     """One finished sample of a request.
 
     Attributes:
-        text: without end-of-sequence and stop string; after its prompt, if that is echoed.
-        content: None if no parser read the text: then all of it is content.
-        tool_calls: in OpenAI's form.
+        index: number of the choice within the request, from 0.
+        text: output text without the end-of-sequence token and the stop string. With echo, the
+            prompt precedes it.
         finish_reason: stop, length or tool_calls.
-        logprobs: None unless they are to be shown; has_tops: with the likeliest tokens.
-        shown_ids: token ids of prompt and output; None unless they are to be shown.
-        scores: scores of continuations, of choices or of a document, by their columns' names; empty
-            without any.
+        content: part of the text that is neither reasoning nor a tool call; None if no parser read
+            the text, and then all of it is content.
+        reasoning: text of the reasoning; None without any.
+        tool_calls: calls in OpenAI's form.
+        logprobs: log-probability of each token; None if the client did not request them.
+        has_tops: whether the likeliest alternatives to each token are included.
+        shown_ids: token ids of the prompt and of the output; None if the client did not request
+            them.
+        scores: scores of continuations, choices or a document, by column name; empty without any.
     """
 
     index: int
@@ -118,7 +125,14 @@ class FinishedAnswer:
 
 
 class TokenUsage(NamedTuple):
-    """Counts of prompt and output tokens, and the cached and reasoning tokens among them."""
+    """Numbers of tokens that a request used.
+
+    Attributes:
+        prompt: tokens of the prompts.
+        output: tokens of the outputs.
+        cached: prompt tokens whose KV blocks were in the prefix cache.
+        reasoning: output tokens that are reasoning.
+    """
 
     prompt: int = 0
     output: int = 0
@@ -127,7 +141,7 @@ class TokenUsage(NamedTuple):
 
     @classmethod
     def of_body(cls, body: Mapping[str, Any]) -> TokenUsage:
-        """Return the usage in a response's body, by the names of its endpoint."""
+        """Return the usage that a response body of any endpoint reports; zeros if it reports none."""
         usage = body.get("usage") or {}
         is_chat = "prompt_tokens" in usage
         prompt = "prompt" if is_chat else "input"
@@ -225,7 +239,7 @@ def text_choice(answer: FinishedAnswer, decode_token: TokenDecoder) -> TextChoic
 
 
 def shown_ids(answer: FinishedAnswer) -> ShownIds:
-    """Return the token ids, where they are to be shown."""
+    """Return the token ids that the client requested; empty if it requested none."""
     if answer.shown_ids is None:
         return {}
     prompt_ids, output_ids = answer.shown_ids
@@ -233,7 +247,10 @@ def shown_ids(answer: FinishedAnswer) -> ShownIds:
 
 
 def scores_form(values: Mapping[str, Any]) -> ChoiceScores:
-    """Return the columns of scores that have a value, as JSON: a log-probability of minus infinity is MIN_LOGPROB."""
+    """Return the score columns that have a value, as JSON.
+
+    JSON has no infinity, so a log-probability of minus infinity becomes MIN_LOGPROB.
+    """
     form = {name: values.get(name) for name in (*SCORE_COLUMNS, *DOCUMENT_SCORE_COLUMNS)}
     shown: Any = {name: value for name, value in form.items() if value is not None}
     scores: ChoiceScores = shown
@@ -243,7 +260,7 @@ def scores_form(values: Mapping[str, Any]) -> ChoiceScores:
 
 
 def metrics_of(stats: AcceptanceStats) -> Metrics:
-    """Return vLLM's speculation metrics; steps without drafts are not counted."""
+    """Return speculation metrics under vLLM's names. Steps without drafts are not counted."""
     num_steps = stats.num_steps - stats.num_plain_steps
     histogram = [stats.histogram[0] - stats.num_plain_steps, *stats.histogram[1:]]
     return {
@@ -262,10 +279,11 @@ def metrics_of(stats: AcceptanceStats) -> Metrics:
 
 
 def output_line(rows: list[Row], decode_token: TokenDecoder) -> OutputLine:
-    """Return the line of one request.
+    """Return the line of a batch output file that answers one request.
 
     Args:
-        rows: all samples of the request in order, with the columns of ANSWER_COLUMNS that the run has.
+        rows: all samples of the request in order, with those of ANSWER_COLUMNS that the run has.
+        decode_token: function that returns the text of a token id.
     """
     first = rows[0]
     key = line_key(first["run_id"], first["request_id"])
@@ -280,10 +298,11 @@ def output_line(rows: list[Row], decode_token: TokenDecoder) -> OutputLine:
 
 
 def line_key(run_id: str, custom_id: str) -> str:
-    """Return the part that all ids in a line's answer share: a hash of the run and of the line's custom_id.
+    """Return the key that every id in one line's answer contains: a hash of the run and the custom_id.
 
     Args:
         run_id: id of the run, or of the endpoint's batch.
+        custom_id: id that the client gave the line.
     """
     return hashlib.blake2b(f"{run_id}\x1f{custom_id}".encode(), digest_size=12).hexdigest()
 
@@ -313,7 +332,7 @@ def _refusal(row: Row) -> Refusal:
 
 
 def row_answer(row: Row) -> FinishedAnswer:
-    """Return the answer that an output row holds. A run of an earlier version has no parts of the text."""
+    """Return the answer that an output row stores. Runs of earlier versions store only the whole text."""
     return FinishedAnswer(
         index=row["sample_index"],
         text=row["text"],
@@ -384,11 +403,13 @@ RankedTokens = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One token.
+    """The log-probability of one token.
 
     Attributes:
-        logprob: None if nothing precedes the token.
-        top: the likeliest tokens at its position, if requested.
+        token: token id.
+        logprob: natural logarithm of the probability; None for a prompt's first token, which
+            nothing precedes.
+        top: likeliest tokens at this position; empty if they were not requested.
     """
 
     token: int
@@ -399,17 +420,19 @@ class TokenLogprob:
 def token_logprobs(
     ids: list[int], logprobs: Iterable[float | None], tops: list[RankedTokens] | None
 ) -> list[TokenLogprob]:
-    """Return log-probabilities in the form of completions.
+    """Return a TokenLogprob for each token id.
 
     Args:
-        tops: likeliest tokens of each position; None or empty if they were not recorded.
+        ids: token ids.
+        logprobs: log-probability of each id.
+        tops: likeliest tokens at each position; None or empty if they were not recorded.
     """
     recorded = tops or [[]] * len(ids)
     return [TokenLogprob(*values) for values in zip(ids, logprobs, recorded, strict=True)]
 
 
 def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> list[ChatPlace]:
-    """Return the log-probabilities of an output's tokens, each of which has one, in the form of chats."""
+    """Return the log-probabilities of output tokens in the form of chat completions."""
     return [
         {
             **_chat_token(token.token, token.logprob, decode_token),
@@ -420,7 +443,10 @@ def chat_form(tokens: Iterable[TokenLogprob], decode_token: TokenDecoder) -> lis
 
 
 def _chat_token(token: int, logprob: float | None, decode_token: TokenDecoder) -> Alternative:
-    """Return a token of a chat's log-probabilities. Its bytes may be a part of a character, which clients join."""
+    """Return one token in the form of chat completions.
+
+    The bytes may be a part of a character. Clients join the bytes of adjacent tokens.
+    """
     data = _bytes_of(decode_token(token))
     assert logprob is not None, "only the first token of a prompt has none"
     return {"token": _text_of(data), "logprob": max(logprob, MIN_LOGPROB), "bytes": list(data)}
@@ -435,7 +461,7 @@ def _text_of(data: bytes) -> str:
 
 
 def _completion_token(spelled: str) -> str:
-    r"""Return a token as OpenAI's completions show it: the bytes of one that holds a part of a character.
+    r"""Return a token's text in the form of OpenAI's completions: escaped bytes for a part of a character.
 
     >>> _completion_token("\udcc3")
     'bytes:\\xc3'
@@ -447,9 +473,9 @@ def _completion_token(spelled: str) -> str:
 
 
 class TextOffsets:
-    """Where tokens begin in the text that they make together, in characters.
+    """Offsets, in characters, of consecutive tokens in the text that they form together.
 
-    A token that goes on with a character begins where that character does.
+    If a token continues a character that an earlier token began, its offset is that character's.
     """
 
     def __init__(self) -> None:
@@ -476,7 +502,10 @@ def completion_form(
     """Return log-probabilities in the form of text completions.
 
     Args:
-        offsets: where the tokens begin; None if the text begins with them.
+        tokens: tokens in order.
+        decode_token: function that returns the text of a token id.
+        has_tops: whether the likeliest alternatives are included.
+        offsets: offsets of the tokens in the text; None if the text begins with the first token.
     """
     texts = [decode_token(token.token) for token in tokens]
     text_offsets = offsets or TextOffsets()
@@ -489,9 +518,10 @@ def completion_form(
 
 
 def _by_text(token: TokenLogprob, decode_token: TokenDecoder) -> dict[str, float] | None:
-    """Return the likeliest tokens and, as OpenAI does, the token itself, by text; None if nothing precedes it.
+    """Return the log-probabilities of the likeliest tokens and of the token itself, by text.
 
-    Of tokens with equal texts the likeliest is kept.
+    If two tokens have equal texts, the likelier one is returned. Returns None for a token that
+    nothing precedes. OpenAI's API includes the token itself, too.
     """
     if token.logprob is None:
         return None
@@ -507,11 +537,12 @@ def _by_text(token: TokenLogprob, decode_token: TokenDecoder) -> dict[str, float
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The log-probability of one token under the unprocessed logits.
+    """The log-probability of one token, computed from the unprocessed logits.
 
     Attributes:
-        rank: 1 for the likeliest token; None if it is not among the recorded ones.
-        decoded_token: its text; None without a tokenizer.
+        logprob: natural logarithm of the probability.
+        rank: 1 for the likeliest token; None for a token that is not among the recorded ones.
+        decoded_token: text of the token; None without a tokenizer.
     """
 
     logprob: float
@@ -526,7 +557,13 @@ Logprobs = list[dict[int, Logprob] | None]
 def python_form(
     tokens: Iterable[TokenLogprob], decode_token: TokenDecoder | None, num_tops: int
 ) -> Logprobs:
-    """Return the log-probabilities of the tokens and of the num_tops likeliest at each position, likeliest first."""
+    """Return log-probabilities as Python's outputs have them: a mapping from token id to Logprob per position.
+
+    Args:
+        tokens: tokens in order.
+        decode_token: function that returns the text of a token id; None without a tokenizer.
+        num_tops: number of the likeliest tokens to include at each position. They come first.
+    """
     return [
         None if token.logprob is None else _by_id(token, token.logprob, decode_token, num_tops)
         for token in tokens
@@ -550,12 +587,12 @@ def _by_id(
 
 
 def row_form(tops: Iterable[RankedTokens]) -> list[list[dict[str, Any]]]:
-    """Return the likeliest tokens as a column of an output row has them."""
+    """Return the likeliest tokens as the value of an output row's column."""
     return [[{"token_id": token, "logprob": logprob} for token, logprob in top] for top in tops]
 
 
 def row_logprobs(row: dict[str, Any]) -> list[TokenLogprob] | None:
-    """Return the log-probabilities of an output row, or None if it has none."""
+    """Return the log-probabilities that an output row stores; None if it stores none."""
     ids, logprobs, tops = (
         row["output_token_ids"],
         row["token_logprobs"],

@@ -1,13 +1,19 @@
-"""Lines of OpenAI's batch files as rows of a job, read by the table of parameters.
+"""Convert lines of OpenAI's batch files into rows of a job.
 
-A line of a batch file is ``{"custom_id", "method", "url", "body"}``. It becomes a row of a job:
-custom_id its id, the body's messages, prompt or input its prompt, the body's parameters the
-sampling columns. url and model are passed through; the job's own target is used. A body has the
-parameters of its url, of their JSON types, and prompt_logprobs, which is a column of a job.
+A line is ``{"custom_id", "method", "url", "body"}``. Its parts become columns of a row:
+
+    custom_id                        id
+    messages, prompt or input        the prompt
+    other parameters of the body     sampling columns
+    url, model                       carried to the output; the job's own target answers
+
+A body may have the parameters of its url, with their JSON types, and prompt_logprobs, which is a
+column of a job. The table in ``parameters.py`` checks each of them.
 
     >>> body = {"prompt": "Hi", "max_tokens": 4}
     >>> parse_batch_line({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
-    {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}"""
+    {'id': 'a', 'url': '/v1/completions', 'model': None, 'prompt': 'Hi', 'max_tokens': 4}
+"""
 
 from __future__ import annotations
 
@@ -53,7 +59,7 @@ KNOWN_AT: Mapping[Api, Mapping[str, Parameter]] = {
 
 
 def parse_batch_line(line: InputRow) -> InputRow:
-    """Return the columns of one parsed line. A bad line keeps its id; its error replaces the prompt."""
+    """Return the columns of one parsed line. In the row of a bad line, a RequestError replaces the prompt."""
     if isinstance(line, RequestError):
         return line
     row: dict[str, Any] = {"id": _id_of(line), "url": None, "model": None}
@@ -77,7 +83,7 @@ EMBEDDING_FIELDS = ("input", "model", "prompt_name", "encoding_format", "user")
 
 
 def _embedding_columns(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a line of /v1/embeddings. Vectors of a job have the width of its configuration."""
+    """Return the columns of a line of /v1/embeddings. The configuration sets the width of a job's vectors."""
     body = line.get("body")
     if not isinstance(body, Mapping):
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
@@ -122,7 +128,7 @@ def _api_of(line: Mapping[str, Any]) -> Api:
 
 
 def _body_of(line: Mapping[str, Any], api: Api) -> dict[str, Any]:
-    """Return the values of the body, after checking that nothing in it would be ignored."""
+    """Return the parameters of a line's body. Raises RequestError for a parameter that would be ignored."""
     body = line.get("body")
     if not isinstance(body, Mapping):
         raise RequestError("bad_type", f"body must be an object, got {describe_value(body)}")
@@ -145,9 +151,10 @@ def _body_of(line: Mapping[str, Any], api: Api) -> dict[str, Any]:
 
 
 def _checked(row: Parameter, value: Any, api: Api) -> Any:
-    """Return the plain value of a parameter, as a job takes it. Its prompt, and what only responses have, come later.
+    """Return the plain value of a parameter as a job reads it.
 
-    A job's limits are those of rows, not those of a server that others use, too.
+    Prompts, and parameters that only responses have, are checked later. The limits of rows apply,
+    not the lower limits of a server with several clients.
     """
     if row.name in (*PROMPT_NAMES.values(), *RESPONSES_ONLY):
         return value
@@ -164,7 +171,7 @@ def _checked(row: Parameter, value: Any, api: Api) -> Any:
 
 
 def _chat_body_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a chat completion that answers a response's."""
+    """Convert a body of /v1/responses to the body of a chat completion."""
     try:
         return chat_body(body)
     except RequestError as error:

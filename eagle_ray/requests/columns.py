@@ -1,16 +1,16 @@
-"""Where a request stands in the input: the row, the columns that it is made of, and the paths into them.
+r"""Locate a request in the input: its file and row, the columns to read, and paths into columns.
 
 >>> ColumnPath.of("turns[0]").value_in({"turns": ["Hi", "Again"]})
 'Hi'
->>> PromptTemplate.of("Question: {prompt}\\nAnswer: {text}\\nGrade:").prompt_of({"prompt": "2 + 2?", "text": "4"})
-'Question: 2 + 2?\\nAnswer: 4\\nGrade:'
+>>> PromptTemplate.of("Question: {prompt}\nAnswer: {text}\nGrade:").prompt_of({"prompt": "2 + 2?", "text": "4"})
+'Question: 2 + 2?\nAnswer: 4\nGrade:'
 >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("question")})
 >>> "question" in columns.fully_used
 True
 
 Programs count rows from 0, as `row_index` and generated ids do. To fix a text file, people need the
-line, which editors count from 1 and which differs from the row: a CSV file has a header, and quoted
-values may have newlines. Parquet has no lines.
+line, which editors count from 1. Line and row differ: a CSV file has a header, and quoted values
+may contain newlines. Parquet has no lines.
 
     >>> str(RowLocation("a.csv", "/d/a.csv", RowPosition(row=0, line=2)))
     '/d/a.csv, line 2'
@@ -49,8 +49,8 @@ class RowPosition(NamedTuple):
     """A position within a file.
 
     Attributes:
-        row: number of the row, counted from 0, blank rows included.
-        line: number of the row's first line, counted from 1.
+        row: number of the row, counted from 0. Blank rows count.
+        line: number of the row's first line, counted from 1; None for a file without lines.
     """
 
     row: int
@@ -62,11 +62,12 @@ FIRST = RowPosition(0, 1)  # first row of a file of lines
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """The file of a row.
+    """The file that a row is in, and its position there.
 
     Attributes:
-        name: the file's path below the glob's root.
-        path: the file's full path.
+        name: path of the file below the glob's root.
+        path: full path of the file.
+        position: position within the file.
     """
 
     name: str
@@ -78,12 +79,12 @@ class RowLocation:
 
     @property
     def id(self) -> str:
-        """Return the id of a row that has none."""
+        """Return the id that a row without one gets."""
         return f"{self.name}:{self.position.row}"
 
 
 def location_text(row: Mapping[str, Any]) -> str:
-    """Return the location as text, of a row of a table of requests."""
+    """Return the location of a row in a table of requests, as text for an error message."""
     return location_of(row["source_file"], row["row_index"], row["source_line"])
 
 
@@ -93,8 +94,9 @@ def location_of(path: str, row: int, line: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPath:
-    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``. A column with the whole text as
-    its name takes precedence.
+    """A column, or a value inside one: ``turns[0]``, ``a.b[1].c``.
+
+    If a column's name is the whole text, that column is read.
     """
 
     text: str
@@ -116,22 +118,24 @@ class ColumnPath:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Return the top-level columns that this path may read; the first existing one is read."""
+        """Return the top-level columns that this path may read. The first one that exists is read."""
         return self.text, str(self.steps[0])
 
     @property
     def parent(self) -> ColumnPath | None:
-        """Return the path of the object that this path reads a key of, or None for a column or a list item."""
+        """Return the path of the object that holds this path's last key; None for a column or a list item."""
         if len(self.steps) == 1 or not isinstance(self.steps[-1], str):
             return None
         return ColumnPath.of(self.text.rpartition(".")[0])
 
     def column_in(self, names: Container[str]) -> str | None:
-        """Return the top-level column that this path reads, or None if names lacks it."""
+        """Return the top-level column that this path reads; None if `names` lacks it."""
         return next((name for name in self.names if name in names), None)
 
     def value_in(self, row: Mapping[str, Any]) -> Any:
-        """Return the value in a row, or None if it is absent. Raises RequestError if the path meets the wrong type."""
+        """Return the value in a row; None if it is absent. Raises RequestError if a step does not
+        fit its value's type.
+        """
         if self.text in row:
             return row[self.text]
         value: Any = row
@@ -159,14 +163,15 @@ Piece = tuple[str, ColumnPath | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """A prompt template over a row's columns (`input.template`).
+    """A template that makes a prompt from a row's columns (`input.template`).
 
-    A field in braces is a column or a path into one, as in `input.columns`; ``{{`` and ``}}`` are
-    braces. A text is a prompt as it is. A list of messages goes through the chat template.
+    A field in braces is a column or a path into one, as in `input.columns`. ``{{`` and ``}}`` stand
+    for braces. A template of one text makes a plain prompt. A template of messages makes messages,
+    which go through the chat template.
 
     Attributes:
-        messages: role and pieces of each message; a template of a plain prompt has one with the
-            role None.
+        messages: role and pieces of each message. A template of a plain prompt has a single one,
+            with the role None.
     """
 
     messages: tuple[tuple[str | None, tuple[Piece, ...]], ...]
@@ -244,7 +249,7 @@ def _value_text(field: ColumnPath, row: Mapping[str, Any]) -> str:
 
 
 def _scalar_text(value: Any) -> str:
-    """Return a value that JSON lacks as a text holds it: 9.90, 2026-01-31, 2026-01-31 08:05:00+00:00."""
+    """Return the text of a value that JSON lacks: 9.90, 2026-01-31, 2026-01-31 08:05:00+00:00."""
     if isinstance(value, bytes):
         return value.decode()
     return f"{value:f}" if isinstance(value, Decimal) else str(value)
@@ -252,12 +257,13 @@ def _scalar_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RequestColumns:
-    """The columns to read.
+    """The columns from which requests are made.
 
     Attributes:
-        prompts: a row sets one of them (prompt, messages, prompt_token_ids, turns); none with a
-            template.
-        template: makes the prompt instead.
+        id: column of the row's id.
+        prompts: columns by kind (prompt, messages, prompt_token_ids, turns), of which a row sets
+            one; empty with a template.
+        template: template that makes the prompt from other columns; None without one.
     """
 
     id: ColumnPath
@@ -266,7 +272,7 @@ class RequestColumns:
 
     @property
     def prompt_paths(self) -> list[ColumnPath]:
-        """Return every path that prompts are made of."""
+        """Return every path that is read for a prompt."""
         return [
             *self.prompts.values(),
             *(self.template.fields if self.template is not None else ()),
@@ -274,13 +280,15 @@ class RequestColumns:
 
     @property
     def needed(self) -> list[str]:
-        """Return the columns that requests are made of."""
+        """Return the names of all columns that requests are made of."""
         read = [name for path in (self.id, *self.prompt_paths) for name in path.names]
         return [*read, *SAMPLING, *CHAT]
 
     @property
     def fully_used(self) -> set[str]:
-        """Return columns that are not passed through. ``turns[0]`` uses only a part of turns, so
-        turns is passed through. Columns of a template are passed through, too.
+        """Return the columns that are not carried to the output, because requests use them completely.
+
+        ``turns[0]`` uses only a part of turns, so turns is carried. Columns of a template are
+        carried, too.
         """
         return {path.text for path in (self.id, *self.prompts.values())} | ROW_PARAMETERS

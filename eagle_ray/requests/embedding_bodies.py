@@ -1,10 +1,10 @@
-"""POST /v1/embeddings in OpenAI's protocol: its body and its answer.
+"""Read the body of POST /v1/embeddings and build its answer, in OpenAI's protocol.
 
     >>> body = EmbeddingsRequest.read({"input": ["Paris", "Rome"], "encoding_format": "base64"})
     >>> body.inputs, body.is_base64, body.dimensions
     (['Paris', 'Rome'], True, None)
 
-prompt_name is a parameter of ours: the prompt of the target's that stands before the texts.
+prompt_name is this system's own parameter. It names the target's prompt that precedes each text.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _EMBEDDING_PARAMETERS = (
 
 
 class EmbeddingsRequest(OpenBody):
+    """A request for the embeddings of one or several texts, or lists of token ids."""
+
     api = Api.EMBEDDINGS
     summary = "POST /v1/embeddings: embed one text, several, or token ids"
 

@@ -1,10 +1,12 @@
-"""Embeddings of a job, of Python's prompts and of an endpoint: from a request to a sequence, and from it to a row.
+"""Turn requests for embeddings into sequences, and finished sequences into output columns.
+
+Jobs, Python and the endpoint share these functions.
 
     maker = EmbeddingMaker(config.embedding, bundle.files, bundle.text)
     sequence = maker.sequence(request)           # Sequence(prompt_ids=[...], pooling=PoolingState(1024))
 
-A request of an embedding has a text or token ids, and may name a prompt. What asks for generated
-text, such as temperature or messages, is refused by name.
+A request for an embedding has a text or token ids, and may name one of the target's prompts.
+Parameters for generated text, such as temperature or messages, are refused by name.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class EmbeddingMaker:
     """Makes the sequences of requests for one target.
 
     Attributes:
-        config: prompt and dimensions of requests that do not name their own.
-        text: the target's tokenizer with its prompts; None if it has none.
+        config: prompt name and dimensions of requests that set none.
+        files: dimensions and pooling that the target's files name.
+        text: tokenizer of the target with its prompts; None if it has none.
     """
 
     config: EmbeddingSettings
@@ -48,8 +51,9 @@ class EmbeddingMaker:
         """Return the sequence of a request. Raises RequestError if it cannot be answered.
 
         Args:
-            prompt_name, dimensions: values for requests that do not name their own; None are
-                the configuration's.
+            request: request with a text or token ids.
+            prompt_name: prompt of a request that names none; None is the configuration's.
+            dimensions: length of the vector; None is the configuration's.
         """
         request.check()
         _check_parameters(request)
@@ -69,13 +73,13 @@ class EmbeddingMaker:
         return self.text_ids(request.prompt, prompt_name)
 
     def text_ids(self, text: str, prompt_name: str | None) -> PromptIds:
-        """Return the token ids of a text behind its prompt. Raises RequestError."""
+        """Return the token ids of a text, with the named prompt in front of it. Raises RequestError."""
         if self.text is None:
             raise RequestError("no_tokenizer", "the target has no tokenizer: give prompt_token_ids")
         return self.text.encode(text, prompt_name)
 
     def given_ids(self, ids: list[int]) -> PromptIds:
-        """Return token ids as they are. Raises RequestError if they are too many, since only texts are cut."""
+        """Return token ids unchanged. Raises RequestError if they are too many, since only texts are truncated."""
         if self.text is not None and len(ids) > self.text.max_tokens:
             raise RequestError(
                 "prompt_too_long",
@@ -86,7 +90,14 @@ class EmbeddingMaker:
     def sequence_of(
         self, id: str, prompt: PromptIds, dimensions: int | None = None, text: str | None = None
     ) -> Sequence:
-        """Return the sequence of a prompt. Raises RequestError for more dimensions than there are."""
+        """Return the sequence of a prompt. Raises RequestError for more dimensions than the target has.
+
+        Args:
+            id: id of the request.
+            prompt: token ids.
+            dimensions: length of the vector; None is the configuration's.
+            text: text of the prompt; None for a prompt of token ids.
+        """
         if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
             raise RequestError(
                 "bad_dimensions",
@@ -104,19 +115,19 @@ class EmbeddingMaker:
 
 
 def vector_of(sequence: Sequence) -> np.ndarray:
-    """Return the embedding of a finished sequence: float32."""
+    """Return the embedding of a finished sequence: float32 [dimensions]."""
     assert sequence.pooling is not None and sequence.pooling.vector is not None, "it is finished"
     return sequence.pooling.vector.numpy()
 
 
 def embedding_field(config: EmbeddingSettings, files: EmbedderFiles) -> pa.Field:
-    """Return the column of embeddings of a job."""
+    """Return the Arrow field of a job's embedding column."""
     number = pa.float16() if config.dtype == "float16" else pa.float32()
     return pa.field(EMBEDDING_COLUMN, pa.list_(number, files.dimensions(config.dimensions)))
 
 
 def _check_parameters(request: Request) -> None:
-    """Raise RequestError for what asks for generated text."""
+    """Raise RequestError for the first parameter that is for generated text."""
     set_names = [*request.sampling, *request.chat]
     if set_names:
         raise RequestError(
@@ -130,7 +141,12 @@ def _check_parameters(request: Request) -> None:
 
 
 def embedding_columns(sequence: Sequence, dtype: str) -> dict[str, Any]:
-    """Return the columns of a finished sequence that only embeddings have. Raises RequestError for an overflow."""
+    """Return the columns that only embeddings have. Raises RequestError if float16 cannot hold the vector.
+
+    Args:
+        sequence: finished sequence.
+        dtype: float16 or float32.
+    """
     vector = vector_of(sequence)
     if dtype == "float16":
         with np.errstate(over="ignore"):

@@ -1,9 +1,9 @@
-"""Messages of a conversation: check those of a request, and write them as chat templates read them.
+"""Check the messages of a conversation, and convert them for chat templates.
 
-A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, from the assistant,
-``tool_calls`` and no text. Its other keys go to the template. Messages are stored as the row has
-them, without nulls. A template gets each content as one text, as over HTTP, and the arguments of a
-tool call as an object, as transformers documents it; OpenAI's format has them as JSON.
+A message holds a text, text parts (``[{"type": "text", "text": "Hi"}]``) or, if its role is
+assistant, ``tool_calls`` without a text. Its other keys go to the template. Messages are stored as
+the row has them, without nulls. A template gets each content as one text, and the arguments of a
+tool call as an object, as transformers documents. OpenAI's format has the arguments as JSON text.
 
     >>> parse_messages([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "messages")
     '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'
@@ -113,21 +113,22 @@ class WrongMessage(WrongValue):
         )
 
     def place(self, name: str) -> str:
-        """Return the place of the wrong part in a list of this name: messages[0].content."""
+        """Return where the wrong part is, such as messages[0].content, in a list of this name."""
         return place_text((name, *self.steps))
 
 
 def check_messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the messages without nulls, which Parquet has for every absent key; a null content stays.
+    """Return the messages without nulls. A content that is null stays.
 
-    Raises WrongMessage with the place of the first wrong part.
+    Parquet stores a null for every absent key. Raises WrongMessage that locates the first wrong
+    part.
     """
     return [_checked_message(message, (i,)) for i, message in enumerate(messages)]
 
 
 @dataclass(frozen=True)
 class Messages(ListOf):
-    """The messages of a conversation, at least one. Their errors are WrongMessage."""
+    """A list of at least one message. A wrong message raises WrongMessage."""
 
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) < self.min_items:
@@ -139,9 +140,13 @@ MESSAGES = Messages(MESSAGE, min_items=1, form="a list of messages {role, conten
 
 
 def parse_messages(value: Any, column: str) -> str:
-    """Return a row's messages as JSON. A text that does not begin like a JSON list of messages is one user message.
+    """Return a row's messages as JSON text. Raises RequestError that names the wrong message.
 
-    Raises RequestError naming the message that is wrong.
+    A text that does not begin like a JSON list of messages becomes one message of the user.
+
+    Args:
+        value: list of messages, or a text.
+        column: name of the column, for the error.
     """
     if isinstance(value, str):
         value = _messages_in(value, column)
@@ -160,7 +165,11 @@ def parse_messages(value: Any, column: str) -> str:
 
 
 def template_messages(messages: str) -> list[dict[str, Any]]:
-    """Return messages that parse_messages checked as a chat template reads them."""
+    """Return messages in the form of chat templates.
+
+    Args:
+        messages: JSON text that `parse_messages` returned.
+    """
     return [template_message(message) for message in json.loads(messages)]
 
 

@@ -1,15 +1,15 @@
-"""Bodies of requests in OpenAI's protocol over HTTP, read by the table of parameters.
+"""Read the bodies of HTTP requests in OpenAI's protocol, as the table of parameters says.
 
-A body has the rows of its API (``parameters.py``). Every other parameter is refused by name unless
-its value asks for nothing; it is never ignored (``refused.py``). null always means absent, as does
-what asks for nothing by its kind.
+A body has the parameters of its API (``parameters.py``). Any other parameter is refused by name,
+unless its value has no effect (``refused.py``). No parameter is ignored. null always means that a
+parameter is absent. So do the values that a kind counts as nothing, such as an empty text.
 
     >>> body = CompletionRequest.read({"prompt": "Hi", "echo": True})
     >>> body.prompts, body.echo, body.temperature
     (['Hi'], True, None)
 
-A RequestError has the parameter at fault. Reading ends at the first wrong value: each error costs
-memory and time.
+A RequestError names the parameter at fault. Reading stops at the first wrong value, since each
+error costs memory and time.
 """
 
 from __future__ import annotations
@@ -56,16 +56,23 @@ BodyClass = TypeVar("BodyClass", bound="Body")
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
+    """What a stream shows besides the text.
+
+    Attributes:
+        include_usage: whether the last chunk has the token usage.
+        include_steps: whether chunks say which decode step made each token.
+    """
+
     include_usage: bool
     include_steps: bool
 
 
 class Body(BaseModel):
-    """A request body. A value that is not given is the API's default.
+    """The body of a request. A parameter that is absent has the API's default.
 
-    A class declares its fields with their types. The table says what a value must be, which fields may be
-    absent and in which order they are read: pydantic calls its kinds. A class whose fields or defaults differ
-    from those of its API is refused when it is made.
+    A subclass declares its fields and their types. The table of parameters says which values are
+    valid, which fields may be absent, and in which order they are read. If the fields or defaults
+    of a subclass differ from the table's, its definition raises TypeError.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -81,7 +88,7 @@ class Body(BaseModel):
 
     @classmethod
     def read(cls: type[BodyClass], data: Mapping[str, Any]) -> BodyClass:
-        """Return the body of a JSON object. Raises RequestError."""
+        """Parse and check a JSON object. Raises RequestError."""
         given = {name: value for name, value in data.items() if value is not None}
         body = cls.model_validate(given)
         body.check()
@@ -89,7 +96,7 @@ class Body(BaseModel):
 
     @cached_property
     def values(self) -> Json:
-        """Return the values of the given parameters, in plain Python types."""
+        """Return the parameters that the request sets, with plain Python values."""
         given = self.model_fields_set
         return {
             name: value for name, value in vars(self).items() if name in given and value is not None
@@ -97,11 +104,11 @@ class Body(BaseModel):
 
     @property
     def others(self) -> Json:
-        """Return the given parameters that the API does not have."""
+        """Return the parameters that the request sets and the API lacks."""
         return self.model_extra or {}
 
     def check(self) -> None:
-        """Check rules of several parameters. Raises RequestError."""
+        """Check rules that concern several parameters. Raises RequestError."""
         for name in self.others:
             raise unsupported(name, "leave it out")
 
@@ -109,7 +116,7 @@ class Body(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        """Return how pydantic reads a body: each field by its row of the table. Raises TypeError."""
+        """Tell pydantic to read each field by its row of the table. Raises TypeError if they differ."""
         if not hasattr(cls, "api"):
             return handler(source)
         rows = cls.rows()
@@ -131,12 +138,12 @@ class Body(BaseModel):
 
 
 def _plain_field(row: Parameter, api: Api) -> core_schema.CoreSchema:
-    """Return how a parameter whose value was checked is read."""
+    """Return the schema of a field whose value was checked in another body."""
     return core_schema.with_default_schema(core_schema.any_schema(), default=row.defaults.get(api))
 
 
 def _field(row: Parameter, api: Api) -> core_schema.CoreSchema:
-    """Return how a parameter is read. A RequestError ends the reading of the body at once."""
+    """Return the schema of a field. A wrong value raises RequestError, which stops the reading of the body."""
     name, kind = row.name, row.kind_at(api)
     default = row.defaults.get(api)
     check = partial(checked, name, kind)
@@ -156,7 +163,7 @@ def _field(row: Parameter, api: Api) -> core_schema.CoreSchema:
 
 
 class OpenBody(Body):
-    """A body that may have parameters of other systems, if they ask for nothing."""
+    """A body that accepts parameters of other systems if their values have no effect."""
 
     def check(self) -> None:
         for name, value in self.others.items():
@@ -165,10 +172,15 @@ class OpenBody(Body):
 
 
 class GenerationBody(OpenBody):
-    """A body that asks for text. A parameter that is null is the server's setting, or off.
+    """The body of a request for generated text. For a parameter that is null, the server's setting applies.
 
-    vLLM's structured_outputs is another spelling of json_schema, json_object, regex, choice and
-    grammar.
+    vLLM's structured_outputs is accepted as another spelling of json_schema, json_object, regex,
+    choice and grammar.
+
+    Attributes:
+        PARAM_NAMES: names that the client used, by the names of this body, if another body was
+            converted to this one.
+        LENGTH_NAME: parameter that limits the tokens of an answer.
     """
 
     # As the client writes them, if the request was made of another one.
@@ -209,7 +221,7 @@ class GenerationBody(OpenBody):
 
     @property
     def stream_shows(self) -> StreamOptions:
-        """Return what the events tell besides the text."""
+        """Return what the chunks of the stream show besides the text."""
         given = self.stream_options or {}
         return StreamOptions(given.get("include_usage", False), given.get("include_steps", False))
 
@@ -222,18 +234,21 @@ class GenerationBody(OpenBody):
 
     @property
     def tops(self) -> int | None:
-        """Return how many alternatives are requested per token; None: no log-probabilities."""
+        """Return the number of alternatives per token; None if no log-probabilities are requested."""
         raise NotImplementedError
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Return the most tokens of an answer; None if the body does not say."""
+        """Return the maximum tokens of an answer; None if the request does not limit them."""
         raise NotImplementedError
 
     def sampling_params(self, defaults: Mapping[str, Any]) -> SamplingSettings:
-        """Return the sampling parameters: the body's own, then the defaults that its API has.
+        """Return the sampling parameters: the request's values, then the server's defaults for this API.
 
-        Only a body asks for log-probabilities.
+        Log-probabilities have no default. They are returned only if the request asks for them.
+
+        Args:
+            defaults: the server's sampling parameters by name.
         """
         rows = self.rows()
         defaults = {name: value for name, value in defaults.items() if name in rows}
@@ -259,6 +274,8 @@ class GenerationBody(OpenBody):
 
 
 class ChatRequest(GenerationBody):
+    """The body of a request for a chat completion."""
+
     api = Api.CHAT
     summary = "POST /v1/chat/completions"
 
@@ -278,7 +295,7 @@ class ChatRequest(GenerationBody):
 
     @property
     def conversation(self) -> list[Json]:
-        """Return the messages as the chat template reads them."""
+        """Return the messages in the form of chat templates."""
         return list(map(_template_message, self.messages))
 
     @property
@@ -301,6 +318,8 @@ class ChatRequest(GenerationBody):
 
 
 class CompletionRequest(GenerationBody):
+    """The body of a request for a text completion."""
+
     api = Api.COMPLETIONS
     summary = "POST /v1/completions. max_tokens 0 with echo returns the prompt only."
 
@@ -345,7 +364,10 @@ class CompletionRequest(GenerationBody):
 
 
 class ResponseChat(ChatRequest):
-    """The chat request that a body of /v1/responses is turned into. Its errors name the parameters of that body."""
+    """A chat request that was converted from a body of /v1/responses.
+
+    Its errors name the parameters that the client wrote.
+    """
 
     has_plain_values = True
     PARAM_NAMES: ClassVar[Mapping[str, str]] = {"response_format": "text.format"}
@@ -353,6 +375,8 @@ class ResponseChat(ChatRequest):
 
 
 class ResponsesRequest(GenerationBody):
+    """The body of a request to /v1/responses."""
+
     api = Api.RESPONSES
     summary = "POST /v1/responses"
     LENGTH_NAME: ClassVar[str] = RESPONSE_LENGTH
@@ -381,7 +405,7 @@ class ResponsesRequest(GenerationBody):
         check_response(vars(self))
 
     def chat(self) -> ChatRequest:
-        """Return this request as a chat request with one choice. Raises RequestError."""
+        """Convert the request to a chat request with one choice. Raises RequestError."""
         values = {name: value for name, value in self.values.items() if name != "stream_options"}
         request = ResponseChat.model_validate(chat_values(values | {"n": 1}))
         request.check()
@@ -390,7 +414,13 @@ class ResponsesRequest(GenerationBody):
 
 @contextmanager
 def errors_of_item(name: str, index: int, num_items: int) -> Iterator[None]:
-    """Name the parameter that a RequestError is about, and the item if it has several."""
+    """Add to a RequestError the parameter that it concerns, and the item if there are several.
+
+    Args:
+        name: name of the parameter, which is a list.
+        index: index of the item.
+        num_items: number of items in the list.
+    """
     try:
         yield
     except RequestError as error:
@@ -401,6 +431,8 @@ def errors_of_item(name: str, index: int, num_items: int) -> Iterator[None]:
 
 
 class TokenizeRequest(OpenBody):
+    """The body of a request for the token ids of a prompt or a conversation."""
+
     api = Api.TOKENIZE
     summary = "POST /tokenize: either prompt or messages. add_special_tokens: by default of a prompt alone."
 
@@ -414,7 +446,7 @@ class TokenizeRequest(OpenBody):
 
     @property
     def conversation(self) -> list[Json] | None:
-        """Return the messages in the form of chat templates, or None for a prompt."""
+        """Return the messages in the form of chat templates; None for a prompt."""
         return None if self.messages is None else list(map(_template_message, self.messages))
 
     def check(self) -> None:
@@ -430,6 +462,8 @@ class TokenizeRequest(OpenBody):
 
 
 class DetokenizeRequest(Body):
+    """The body of a request for the text of token ids."""
+
     api = Api.DETOKENIZE
     summary = "POST /detokenize"
 
@@ -438,7 +472,7 @@ class DetokenizeRequest(Body):
 
 
 def _template_message(message: Json) -> Json:
-    """Return a message as the chat template reads it: with a content, and with tool calls if there are some."""
+    """Return a message in the form of chat templates: always with a content, and with tool calls if it has any."""
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     others = {name: value for name, value in message.items() if name != "tool_calls"}
     return template_message(

@@ -1,6 +1,6 @@
 """Turn finished sequences into output rows with the columns of ``row_schema.output_schema``.
 
-Rows are dictionaries; absent columns are null.
+A row is a dictionary. A column that it lacks is null.
 
     rows.of(request, sequences)      # [{'request_id': 'q1', 'sample_index': 0, 'status': 'ok', 'text': 'Paris.', ...}]
 """
@@ -28,17 +28,24 @@ from eagle_ray.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class OutputRows(RequestRows):
-    """Makes rows of finished sequences.
+    """Builds the output rows of finished sequences.
 
     Attributes:
-        clock_offset: seconds from the engine's monotonic clock to Unix time.
+        text: tokenizer of the target; None if it has none.
+        clock_offset: seconds to add to the engine's monotonic clock for Unix time.
     """
 
     text: Tokenizer | None
     clock_offset: float
 
     def of(self, request: Request, sequences: list[Sequence]) -> list[OutputRow]:
-        """Return one row per finished sample of the request, or of one turn of a conversation."""
+        """Return one row per finished sample of a request, or of one turn of a conversation.
+
+        Args:
+            request: request, at the turn that was answered.
+            sequences: finished sequences of the request: its samples, or the windows of a scored
+                document.
+        """
         config = self.config
         prompt = sequences[0].prompt_text if config.output.store_prompt else None
         sampling = request.sampling_params(config)
@@ -63,7 +70,7 @@ class OutputRows(RequestRows):
         ]
 
     def _answer(self, answer: FinishedAnswer) -> OutputRow:
-        """Return an answer's columns. Those of its parts are null if no parser read its text."""
+        """Return the columns of an answer. Columns of its parts are null if no parser read the text."""
         calls = answer.tool_calls
         return {
             "sample_index": answer.index,
@@ -89,7 +96,7 @@ class OutputRows(RequestRows):
         }
 
     def _scored(self, sequence: Sequence, sampling: SamplingSettings) -> OutputRow:
-        """Return the columns of scores, and for a row that generates nothing its empty output."""
+        """Return the score columns. A row that generates nothing gets null as its text."""
         scores = sequence.scoring
         if scores is None:
             return {}
@@ -100,7 +107,7 @@ class OutputRows(RequestRows):
         return row
 
     def _document(self, reader: AnswerReader, windows: list[Sequence]) -> OutputRow:
-        """Return the columns of a document from its windows: its scores, and an empty output."""
+        """Return the columns of a document that was scored in windows: its scores, and null as its text."""
         first = windows[0]
         return (
             self._answer(reader.finished(first, 0, first.request_id))
@@ -114,7 +121,7 @@ class OutputRows(RequestRows):
         )
 
     def _times_of_windows(self, windows: list[Sequence]) -> OutputRow:
-        """Return times from the first window's admission to the last one's end."""
+        """Return the times of a document, from the first window's arrival to the last window's end."""
         times = [self._times(window) for window in windows]
         began = min(each["started_at"] for each in times)
         ended = max(each["finished_at"] for each in times)
@@ -133,9 +140,10 @@ class OutputRows(RequestRows):
         }
 
     def _times(self, sequence: Sequence) -> OutputRow:
-        """Return durations from the engine's timestamps; started_at is when the engine admitted the request.
+        """Return the times of a sequence, from the engine's timestamps.
 
-        All passes of a row that is scored alone are its prefill.
+        started_at is the time at which the request arrived. If a row is only scored, all of its
+        passes count as prefill.
         """
         arrived, admitted = sequence.arrived_at, sequence.admitted_at
         first_token, finished = sequence.first_token_at, sequence.finished_at
@@ -163,7 +171,7 @@ class OutputRows(RequestRows):
 def answer_reader(
     request: Request, config: RowSettings, tokenizer: Tokenizer | None
 ) -> AnswerReader:
-    """Return a reader that parses the request's outputs into answers."""
+    """Return the reader that turns the request's output ids into answers."""
     sampling = request.sampling_params(config)
     options = request.chat_options(config) if request.is_chat and tokenizer is not None else None
     text = (tokenizer or NullTokenizer()).for_chat(options)
@@ -186,10 +194,11 @@ def _structured(sequence: Sequence, reader: AnswerReader) -> OutputRow:
 
 
 def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:
-    """Return the prompt's log-probabilities, if requested; before its first token stands nothing.
+    """Return the prompt's log-probabilities if they were requested. Its first token has none.
 
     Args:
-        has_tokens: whether the likeliest tokens are included, among which are the prompt's own.
+        sequence: finished sequence.
+        has_tokens: whether the likeliest tokens are stored. They include the prompt's own tokens.
     """
     sampling = sequence.sampling
     if not sampling.wants_prompt_logprobs:
@@ -203,14 +212,14 @@ def _prompt_logprobs(sequence: Sequence, has_tokens: bool) -> OutputRow:
 
 
 def _sampled(sequence: Sequence) -> OutputRow:
-    """Return the sampling parameters used: max_tokens limited by the model's length, and this sample's seed."""
+    """Return the sampling parameters as used: max_tokens within the model's length, and this sample's seed."""
     sampling = sequence.sampling
     own = {"max_tokens": sequence.max_tokens, "seed": sampling.seed}
     return sampling_columns(sampling) | own
 
 
 def _acceptance(sequence: Sequence) -> OutputRow:
-    """Return the acceptance columns, which are null for a row that generates nothing."""
+    """Return the acceptance columns. A row that generates nothing has only target_forwards."""
     stats = sequence.stats
     if not sequence.generates:
         return {"target_forwards": sequence.target_forwards}

@@ -1,24 +1,25 @@
-"""The table of what a request may say: one row for each parameter, from which everything else is derived.
+r"""The table of request parameters: one row per parameter, from which all other lists of them are derived.
 
-A row is a `Parameter`: its name, the kind of its value, its default, where it may stand, and a line
-of prose. The rows of sampling have the names and defaults of the fields of `SamplingSettings`
-(``core/sampling_settings.py``), which the engine reads; `SamplingParams` is what Python's callers
-make, whose values are checked. Keys of the configuration, columns of a row, fields
-of HTTP bodies and their OpenAPI lines, error texts and the tables of the documentation are made of
-these rows. So a parameter is added by a row here and by its arithmetic.
+A row is a `Parameter`: its name, the kind of its value, its default, the APIs that have it, and a
+sentence of description. Derived from the rows are configuration keys, columns of a job's rows,
+fields of HTTP bodies with their OpenAPI descriptions, error texts, and tables of the documentation.
+To add a parameter, add a row here and the code that applies it.
+
+Rows of sampling parameters have the names and defaults of `SamplingSettings`
+(``core/sampling_settings.py``), which the engine reads. Python's callers make a `SamplingParams`,
+which checks its values.
 
     >>> SAMPLING["top_p"].kind.form
     'a number above 0, at most 1 (off)'
-    >>> SamplingParams(temperature=0.8, stop="\\n").stop
-    ['\\n']
+    >>> SamplingParams(temperature=0.8, stop="\n").stop
+    ['\n']
     >>> SamplingParams(frequency=1)
     Traceback (most recent call last):
     ...
     eagle_ray.core.errors.ConfigError: SamplingParams.frequency: unknown parameter. Did you mean
         frequency_penalty?
 
-The names are OpenAI's or else vLLM's. Parameters of other systems that this one does not have:
-``refused.py``.
+The names are OpenAI's, or else vLLM's. ``refused.py`` has the parameters of other systems.
 """
 
 from __future__ import annotations
@@ -109,18 +110,19 @@ class Group(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A row of the table.
+    """A row of the table: one parameter.
 
     Attributes:
-        kind: what a value must be, at the APIs that `kinds` does not name.
-        default: without a value; also of null, unless null is a value of its own.
-        about: what it does, in a sentence.
-        group: group of a parameter of sampling.
-        apis: where it may stand.
-        kinds: the kinds of APIs that take other values.
-        is_null_a_value: whether Python's None differs from the default.
-        defaults: defaults of the bodies of APIs. Null, that of others, is the server's setting.
-        required: the APIs whose bodies must have it.
+        name: name of the parameter.
+        kind: kind of a value, at the APIs that `kinds` lacks.
+        default: value of a parameter that is absent or null. If `is_null_a_value`, null differs.
+        about: description in a sentence.
+        group: group of a sampling parameter; None for other parameters.
+        apis: APIs that have the parameter.
+        kinds: kinds of a value, by API, where they differ from `kind`.
+        is_null_a_value: whether Python's None is a value other than the default.
+        defaults: defaults of HTTP bodies, by API. An API that it lacks takes the server's setting.
+        required: APIs whose bodies must have the parameter.
     """
 
     name: str
@@ -138,7 +140,7 @@ class Parameter:
         return self.kinds.get(api, self.kind)
 
     def with_rule(self, rule: str) -> Parameter:
-        """Return the row with a rule of its group in what a job's and Python's values must be."""
+        """Return the row with a further rule in its form, for jobs and for Python."""
         null = "" if isinstance(self.kind, Boolean) else ", or null"
         kinds = {
             api: self.kind_at(api).with_form(f"{self.kind_at(api).form}{null}; {rule}")
@@ -162,10 +164,19 @@ def sampling_parameter(
     kinds: Mapping[Api, Kind] = MappingProxyType({}),
     defaults: Mapping[Api, Any] = MappingProxyType({}),
 ) -> Parameter:
-    """Return the row of a field of SamplingSettings, which has its default.
+    """Return the row of a field of SamplingSettings, with that field's default.
 
     Args:
-        http, python, kinds: the kinds of all bodies, of Python and of APIs, if they differ.
+        name: name of the field.
+        kind: kind of a value.
+        about: description in a sentence.
+        group: group of the parameter.
+        http: kind of a value in HTTP bodies, if it differs.
+        python: kind of a value in Python, if it differs.
+        apis: APIs that have the parameter.
+        is_null_a_value: whether Python's None is a value other than the default.
+        kinds: kinds of a value, by API, where they differ further.
+        defaults: defaults of HTTP bodies, by API.
     """
     other = {} if http is None else dict.fromkeys(HTTP, http)
     other |= {} if python is None else {Api.PYTHON: python}
@@ -176,7 +187,7 @@ def sampling_parameter(
 
 
 def _with_rule(*rows: Parameter) -> Mapping[str, Parameter]:
-    """Return the rows by name, those of what an output must be with the rule that at most one is set."""
+    """Return the rows by name. Rows of output forms get the rule that at most one of them may be set."""
     *names, last = [row.name for row in rows if row.group is Group.FORM]
     rule = f"at most one of {', '.join(names)} and {last} is set"
     return {row.name: row.with_rule(rule) if row.group is Group.FORM else row for row in rows}
@@ -470,7 +481,7 @@ SAMPLING: Mapping[str, Parameter] = _with_rule(
 
 
 def _checked_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of Python's caller that are not absent. Raises ConfigError."""
+    """Return the values that Python's caller set. Raises ConfigError that lists every wrong one."""
     values: dict[str, Any] = {}
     wrong: list[str] = []
     for name, row in SAMPLING.items():
@@ -507,20 +518,20 @@ Fields = ParamSpec("Fields")
 def _with_signature_of(
     other: Callable[Fields, None],
 ) -> Callable[[Callable[..., None]], Callable[Fields, None]]:
-    """Return a decorator that gives a method another one's signature, which editors and type checkers read."""
+    """Return a decorator that gives a method another method's signature, for editors and type checkers."""
     return functools.partial(functools.update_wrapper, wrapped=other, assigned=())
 
 
 class SamplingParams(SamplingSettings):
-    """How the tokens of one request are sampled. Raises ConfigError that names each unknown or wrong parameter.
+    """Sampling parameters of one request in Python. Raises ConfigError that lists every unknown or wrong one.
 
-    Decoding is greedy unless a temperature is given. None is a parameter's default. Numbers may be
-    NumPy's or torch's, and lists may be tuples, sets or arrays.
+    Decoding is greedy unless a temperature is set. None is a parameter's default. Numbers may be
+    NumPy's or torch's. Lists may be tuples, sets or arrays.
 
-    They apply in this order: allowed_token_ids, bad_words, min_tokens and thinking_budget,
-    logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then as in transformers
-    temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p before top_k.
-    Log-probabilities are of the target's own logits, before all of these.
+    Parameters apply to the logits in this order: allowed_token_ids, bad_words, min_tokens and
+    thinking_budget, logit_bias, repetition_penalty, frequency_penalty and presence_penalty, then as
+    in transformers temperature, top_k, top_p, min_p. EAGLE's reference implementation applies top_p
+    before top_k. Log-probabilities are computed from the target's logits before any of these.
     """
 
     @_with_signature_of(SamplingSettings.__init__)
@@ -532,7 +543,7 @@ class SamplingParams(SamplingSettings):
         self.__dict__["names_given"] = tuple(values)
 
     def given(self) -> dict[str, Any]:
-        """Return the values that the caller gave, defaults included."""
+        """Return the values that the caller set, including those that equal the default."""
         return {name: getattr(self, name) for name in self.__dict__["names_given"]}
 
 
@@ -591,7 +602,7 @@ CHAT: Mapping[str, Parameter] = {
 
 
 def names_in(*groups: Group) -> tuple[str, ...]:
-    """Return the names of the parameters of these groups, in the table's order."""
+    """Return the names of the sampling parameters in these groups, in the table's order."""
     return tuple(name for name, row in SAMPLING.items() if row.group in groups)
 
 
@@ -599,11 +610,11 @@ FORMS = names_in(Group.FORM)  # forms that an output must have: at most one is s
 
 
 def faults_of_scored(params: SamplingSettings, given: Mapping[str, Any]) -> list[str]:
-    """Return a line for each given value that changes nothing, as nothing is generated.
+    """Return an error line for each value that has no effect on a request that is only scored.
 
     Args:
-        params: the parameters in force.
-        given: values that stand next to what is scored. A default asks for nothing.
+        params: parameters in force.
+        given: values that the request sets. A value that equals the default is no fault.
     """
     if not params.is_scored:
         return []
@@ -627,15 +638,19 @@ def faults_of_scored(params: SamplingSettings, given: Mapping[str, Any]) -> list
 
 
 def _asks_nothing(row: Parameter, value: Any) -> bool:
-    """Return whether a value next to what is scored is the default, or says that nothing is generated."""
+    """Return whether a value is the default, or max_tokens 0, which a scored request may set."""
     is_no_output = row.name == "max_tokens" and value == 0
     return value is None or value == row.default or is_no_output
 
 
 def merged_values(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults overridden by a row's or a request's own values, of which None are absent.
+    """Return the defaults, overridden by a request's values. A value of None overrides nothing.
 
-    A request with its own output format ignores the default format.
+    If the request sets an output form, the default's output form is dropped.
+
+    Args:
+        defaults: parameters of the job or server by name.
+        own: parameters of the request by name.
     """
     own = {name: value for name, value in own.items() if value is not None}
     merged = dict(defaults)
@@ -648,7 +663,7 @@ TWO_FORMS = "both say what the output must be: give one"
 
 
 def two_forms(values: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the first two names, in the table's order, that say what an output must be; None if at most one does."""
+    """Return the first two output forms that are both set, in the table's order; None if at most one is set."""
     given = [name for name in FORMS if values.get(name)]
     return (given[0], given[1]) if len(given) > 1 else None
 
@@ -656,7 +671,7 @@ def two_forms(values: Mapping[str, Any]) -> tuple[str, str] | None:
 def body_parameter(
     name: str, kind: Kind, about: str, apis: frozenset[Api], default: Any = None, **rest: Any
 ) -> Parameter:
-    """Return a row of bodies alone."""
+    """Return the row of a parameter that only HTTP bodies have."""
     return Parameter(
         name, kind, default, about, apis=apis, defaults=dict.fromkeys(apis, default), **rest
     )
@@ -818,7 +833,7 @@ NOT_OF_JOBS = (
 
 @functools.cache
 def rows_at(api: Api) -> Mapping[str, Parameter]:
-    """Return the rows of an API by name."""
+    """Return the rows of the parameters that an API has, by name."""
     rows = {**SAMPLING, **CHAT, **BODY}
     return {name: row for name, row in rows.items() if api in row.apis}
 
@@ -827,11 +842,12 @@ ROW_PARAMETERS = frozenset(rows_at(Api.JOB))
 
 
 def match_unsupported(column: Any) -> str | None:
-    """Return the parameter that a column of this name gives and that rows cannot set, or None.
+    """Return the unsupported parameter that a column's name spells; None for any other name.
 
-    Another spelling stands for the same parameter, also for one that is read: topP, TOP_P and "
-    top-p" are not top_p. One word in capitals, such as Temperature, is likely to be data. A key
-    that is no text, as a dictionary of Python and a map of Parquet may have, gives none.
+    Other spellings count, also those of supported parameters: topP, TOP_P and "top-p" are not read
+    as top_p. A single capitalised word, such as Temperature, is likely to be data and does not
+    count. A name that is not a text, as in a dictionary of Python or a map of Parquet, does not
+    count.
     """
     if not isinstance(column, str):
         return None
@@ -843,7 +859,7 @@ def match_unsupported(column: Any) -> str | None:
 
 
 def python_hint(name: str) -> str | None:
-    """Return advice for a misspelled or foreign parameter name, or None for any other name."""
+    """Return advice for a misspelled or foreign parameter name; None for any other name."""
     parameter = match_unsupported(name)
     if parameter is None:
         return None

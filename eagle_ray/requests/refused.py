@@ -1,13 +1,13 @@
-"""Parameters of other systems that this one does not have: one row for each, with the values that ask for nothing.
+"""Parameters of other systems that this one lacks, with the values that have no effect.
 
-A parameter of a row is refused by name, unless its value asks for nothing; it is never ignored.
-Parameters that no system has are refused with any value but null.
+A request that sets one of them is refused by name, unless the value has no effect. It is never
+ignored. A parameter that is in no table is refused with any value except null.
 
     >>> is_no_op("length_penalty", 1), is_no_op("length_penalty", 0.5), fix_of("random_seed")
     (True, False, 'use seed')
 
-Some of them are parameters of this system at other APIs (``Api``): at those the table of
-``parameters.py`` has them.
+Some of them are parameters of this system at other APIs (``Api``). At those APIs, ``parameters.py``
+applies.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ class Refused:
     """A parameter of other systems.
 
     Attributes:
-        no_op: values that ask for nothing, besides null and empty ones.
-        no_op_of_chat: those of chats and responses, if they differ.
-        use: the parameter of this system that does what it asks for.
-        fix: what to do about it, where that is not one parameter.
-        fix_of_response: what to do about it in a response, if chats have it.
-        asks_if_empty: an empty list or object asks for something, too.
-        is_label: any value asks for nothing: it is a label, or a hint for a cache.
-        apis: where its name is taken for the parameter.
+        name: name of the parameter.
+        no_op: values without effect, besides null and empty values.
+        no_op_of_chat: values without effect in chats and responses, if they differ.
+        use: parameter of this system that has the requested effect.
+        fix: advice, if no single parameter has the effect.
+        fix_of_response: advice in a response, if chats have the parameter.
+        asks_if_empty: whether an empty list or object has an effect, too.
+        is_label: whether no value has an effect, because it is a label or a hint for a cache.
+        apis: APIs that refuse the name. Elsewhere it may name plain data.
     """
 
     name: str
@@ -58,11 +59,11 @@ class Refused:
     apis: frozenset[Api] = ANYWHERE
 
     def has_fix_at(self, api: Api) -> bool:
-        """Return whether it is a parameter of chats that a response has in another form."""
+        """Return whether chats have the parameter and a response has it in another form."""
         return self.fix_of_response is not None and api is Api.RESPONSES
 
     def empties_at(self, api: Api) -> tuple[Any, ...]:
-        """Return the empty values that ask for nothing: none of a parameter that the API has in another form."""
+        """Return the empty values without effect; none if the API has the parameter in another form."""
         if self.has_fix_at(api):
             return ()
         return ("",) if self.asks_if_empty else EMPTY_VALUES
@@ -333,7 +334,7 @@ def fix_of(name: str, api: Api = Api.JOB) -> str:
 
 
 def refusal(name: str, value: Any, api: Api) -> str:
-    """Return the error text for a parameter that an API does not have, with advice."""
+    """Return the error text for a parameter that an API lacks, with advice."""
     row, fix = _row_at(name, api), fix_of(name, api)
     if row is not None and row.has_fix_at(api):
         return fix
@@ -341,7 +342,10 @@ def refusal(name: str, value: Any, api: Api) -> str:
 
 
 def has_effect(name: str, value: Any) -> bool:
-    """Return whether a row's value of the parameter would change what is generated. A text may hold JSON."""
+    """Return whether a row's value of an unsupported parameter would change the output.
+
+    A text may hold JSON, as in CSV files.
+    """
     value = _parse_if_json(value)
     if value == {}:  # and not one of nulls alone, as a struct of Parquet may be
         return name in REFUSED and not is_no_op(name, value)
@@ -350,7 +354,7 @@ def has_effect(name: str, value: Any) -> bool:
 
 
 def is_no_op(name: str, value: Any, api: Api = Api.JOB) -> bool:
-    """Return whether a JSON value of a parameter that the API does not have asks for nothing."""
+    """Return whether a JSON value of a parameter that the API lacks has no effect."""
     value, row = _without_nulls(value), _row_at(name, api)
     if value is None or row is None:
         return value is None
@@ -366,7 +370,7 @@ def is_no_op(name: str, value: Any, api: Api = Api.JOB) -> bool:
 
 @functools.cache
 def refused_at(api: Api) -> Mapping[str, Refused]:
-    """Return the rows whose names are taken for parameters at an API."""
+    """Return the rows that an API refuses, by name."""
     return {name: row for name, row in REFUSED.items() if api in row.apis}
 
 
@@ -376,7 +380,7 @@ def _row_at(name: str, api: Api) -> Refused | None:
 
 
 def _parse_if_json(value: Any) -> Any:
-    """Return the value of a text such as "0", "True" or "[]", as in CSV files; any other text stripped of spaces."""
+    """Return the JSON value of a text such as "0", "True" or "[]"; any other text without outer spaces."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -389,7 +393,7 @@ def _parse_if_json(value: Any) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without nulls in its objects: in Parquet every row of a struct has all keys."""
+    """Return an object without its nulls. In Parquet, every row of a struct has all keys."""
     return (
         {key: x for key, x in value.items() if x is not None} if isinstance(value, dict) else value
     )

@@ -1,11 +1,11 @@
-"""Request: what one row of the input, one line of a batch file or one prompt of Python asks; and how a row becomes one.
+"""Request: what one row, one line of a batch file or one prompt in Python asks for; and the parsing of rows.
 
 >>> request = Request(id="q1", source_file="a.jsonl", row_index=0, prompt="Hi", sampling={"n": 2})
 >>> Request.of_row(dict.fromkeys(REQUEST.names) | request.to_row()) == request
 True
 
-parse_row never raises because of a row's content: a bad row is a request with an error, which names
-file, row, column and the fix.
+parse_row never raises for a row's content. A bad row becomes a request with an error, which names
+the file, the row, the column and the fix.
 
     >>> from eagle_ray.requests.columns import FIRST
     >>> columns = RequestColumns(ColumnPath.of("id"), {"prompt": ColumnPath.of("prompt")})
@@ -54,22 +54,23 @@ _OWN_COLUMNS = frozenset(REQUEST.names)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One of prompt, messages, prompt_token_ids and user_turns is set, or there is an error.
+    """A request. Exactly one of prompt, messages, prompt_token_ids and user_turns is set, unless it has an error.
 
     Attributes:
-        id: None of a prompt of Python that has none, until it is numbered.
-        row_index, source_file, source_line: its place in the input; source_line is of files of
-            lines.
-        messages: JSON of a list of messages.
-        user_turns: the user's messages of a conversation whose other messages are the answers.
-        is_rendered: the prompt is what a chat template wrote (of the messages, if it has any), with
-            all special tokens.
-        sampling: its own values of the parameters SAMPLING, by name. A seed is in the range of
-            Arrow's int64.
-        chat: its own values of the parameters CHAT, by name; lists, objects and texts as JSON.
-        error: why it cannot be answered. Its message begins with the place.
-        answers: answers of the earlier turns of a conversation, None for one that failed.
-        carried: columns of the input that its output rows have, too.
+        id: name of the request; None for a prompt in Python until it is numbered.
+        source_file, row_index, source_line: location in the input. Only files of lines have a
+            source_line.
+        prompt: text of the prompt.
+        messages: JSON text of a list of messages.
+        prompt_token_ids: token ids of the prompt.
+        user_turns: messages of the user in a conversation. The answers are its other messages.
+        is_rendered: whether a chat template wrote the prompt, with all special tokens.
+        sampling: values of sampling parameters that the request sets. A seed fits into Arrow's
+            int64.
+        chat: values of chat parameters that the request sets; lists, objects and texts as JSON.
+        error: reason why the request cannot be answered, which begins with the location.
+        answers: answers to the earlier turns of a conversation; None for a turn that failed.
+        carried: columns of the input that are copied to the output rows.
     """
 
     id: str | None
@@ -89,7 +90,7 @@ class Request:
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Request:
-        """Return the request of a row of a table that has the columns REQUEST; its other columns are carried."""
+        """Return the request in a row of a table with the columns REQUEST. Other columns are carried."""
         sampling = {name: row[name] for name in SAMPLING if row[name] is not None}
         if "logit_bias" in sampling:
             sampling["logit_bias"] = dict(sampling["logit_bias"])
@@ -113,7 +114,7 @@ class Request:
         )
 
     def to_row(self) -> dict[str, Any]:
-        """Return the request's columns and its carried columns, without parameters that it does not set."""
+        """Return the columns of the request and its carried columns. Parameters that it does not set are absent."""
         row = {
             "request_id": self.id,
             "row_index": self.row_index,
@@ -139,15 +140,15 @@ class Request:
 
     @property
     def location(self) -> str:
-        """Return its place in the input as text."""
+        """Return the location in the input, as text."""
         return location_of(self.source_file, self.row_index, self.source_line)
 
     def error_text(self, error: RequestError) -> str:
-        """Return an error's message after the location; errors of the reader have the location already."""
+        """Return an error's message, preceded by the location unless the reader's error already has it."""
         return str(error) if self.error is not None else f"{self.location}: {error}"
 
     def check(self) -> None:
-        """Raise the RequestError of a request that cannot be answered."""
+        """Raise RequestError if the request cannot be answered."""
         if self.error is not None:
             raise RequestError(self.error.code, str(self.error))
 
@@ -161,19 +162,19 @@ class Request:
         return len(self.answers)
 
     def next_turn(self, answers: Iterable[str | None]) -> Request:
-        """Return the request of the next turn of a conversation.
+        """Return the request of the conversation's next turn.
 
         Args:
-            answers: answers of all earlier turns.
+            answers: answers to all earlier turns; None for a turn that failed.
         """
         return replace(self, answers=tuple(answers))
 
     @property
     def turn_messages(self) -> str | None:
-        """Return the messages that this turn is to answer, as a JSON list; None for a prompt without messages.
+        """Return the messages that this turn answers, as a JSON list; None for a prompt without messages.
 
-        In a conversation of several user turns, they are the turns and answers so far, up to the
-        user turn that is next to be answered.
+        In a conversation of several turns, these are the turns and answers so far, up to the user's
+        turn that is answered next.
         """
         if self.user_turns is None:
             return self.messages
@@ -185,11 +186,11 @@ class Request:
         return dump_json(messages, ensure_ascii=False)
 
     def sampling_params(self, config: RowSettings) -> SamplingSettings:
-        """Return the parameters in force: its own, then the job's."""
+        """Return the sampling parameters in force: the request's values, then the job's."""
         return SamplingSettings(**merged_values(dict(config.sampling), self.sampling))
 
     def chat_options(self, config: RowSettings) -> ChatOptions:
-        """Return the options in force: its own, then the job's. Raises RequestError."""
+        """Return the chat options in force: the request's values, then the job's. Raises RequestError."""
         own = {
             name: json.loads(value) if isinstance(value, str) else value
             for name, value in self.chat.items()
@@ -208,21 +209,21 @@ class Request:
         return NO_OPTIONS
 
     def num_samples(self, config: RowSettings) -> int:
-        """Return how many samples are asked for, also of a bad request."""
+        """Return the number of requested samples. A request with an error has it, too."""
         return self.sampling.get("n") or config.sampling.n
 
     @property
     def num_turns(self) -> int:
-        """Return how many turns each sample has: 1 unless it is a conversation."""
+        """Return the number of turns of each sample: 1 unless the request is a conversation."""
         return len(self.user_turns or [None])
 
     def num_rows(self, config: RowSettings) -> int:
-        """Return how many output rows it has, good or bad."""
+        """Return the number of the request's output rows, which is equal for answers and for errors."""
         return self.num_samples(config) * self.num_turns
 
 
 def table_of_requests(requests: Iterable[Request]) -> pa.Table:
-    """Return requests as one table, without carried columns."""
+    """Return a table of requests without carried columns."""
     return table_of([request.to_row() for request in requests], REQUEST)
 
 
@@ -236,10 +237,13 @@ UNCARRIED = "__uncarried__"
 def parse_row(
     row: InputRow, columns: RequestColumns, location: RowLocation, is_private: bool = False
 ) -> Request:
-    """Return the request of one row, without carried columns.
+    """Return the request in one row, without carried columns.
 
     Args:
-        is_private: the error of the request quotes no value of the row.
+        row: columns of the row, or the error of a line that is no row.
+        columns: columns to read.
+        location: location of the row in the input.
+        is_private: whether the request's error must not quote values of the row.
     """
     parsed: dict[str, Any] = {}
     bad: RequestError | None = None
@@ -266,7 +270,7 @@ def parse_row(
 
 
 def unreadable(row: InputRow) -> RequestError | None:
-    """Return why the row, or the first of its columns that is unreadable, cannot be read; None for other rows."""
+    """Return the error of a row that cannot be read, or of its first unreadable column; None for a readable row."""
     if isinstance(row, RequestError):
         return row
     values = (value for name, value in row.items() if name != UNCARRIED)
@@ -274,7 +278,10 @@ def unreadable(row: InputRow) -> RequestError | None:
 
 
 def with_checked_texts(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row with a RequestError in place of each value with half a surrogate pair, or nested too deep."""
+    """Return the row with a RequestError in place of each value that JSON cannot hold.
+
+    Such a value has an unpaired surrogate, or is nested too deep.
+    """
     checked: dict[str, Any] = {}
     for name, value in row.items():
         try:
@@ -288,7 +295,7 @@ def with_checked_texts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def id_of(row: InputRow, columns: RequestColumns, location: RowLocation) -> str:
-    """Return the row's id as a string, or its location if the id is absent, null, empty or unusable."""
+    """Return the row's id as text, or its location if the id is absent, null, empty or unusable."""
     try:
         explicit_id = None if isinstance(row, RequestError) else _explicit_id(row, columns.id)
     except RequestError:
@@ -315,7 +322,7 @@ def _explicit_id(row: Mapping[str, Any], path: ColumnPath) -> str | None:
 
 
 def _fix_of_bytes(value: Any) -> str:
-    """Return the end of an error message, which says how to mend bytes that are no UTF-8; empty for other values."""
+    """Return advice for bytes that are not UTF-8, as the end of an error message; empty for other values."""
     if not isinstance(value, bytes):
         return ""
     return ". They are not UTF-8 text: cast the column to a text, such as hex(id) in SQL, or name another column"
@@ -362,7 +369,7 @@ def _prompt_of(row: Mapping[str, Any], columns: RequestColumns) -> dict[str, Any
 
 
 def _column_and_key(name: str, path: ColumnPath) -> str:
-    """Return the quoted column, with its configuration key if it is configured."""
+    """Return the quoted column, followed by its configuration key if the configuration names the column."""
     return repr(path.text) if path.text == name else f"{path.text!r} (input.columns.{name})"
 
 
@@ -385,7 +392,7 @@ def _turns(value: Any, column: str) -> list[str]:
 
 
 def _list(value: Any, column: str, form: str, item: str) -> list[Any]:
-    """Return a list that is not empty. Raises RequestError."""
+    """Return a list that has items. Raises RequestError for any other value."""
     value = _parse_if_json(value, column)
     if not isinstance(value, list):
         raise RequestError(
@@ -408,7 +415,7 @@ def _token_ids(value: Any, column: str) -> list[int]:
 
 
 def _parse_if_json(value: Any, column: str) -> Any:
-    """Return parsed_if_json of a column's value. Raises RequestError."""
+    """Return the value of a column, parsed if it is JSON text. Raises RequestError."""
     try:
         return parsed_if_json(value)
     except HalfSurrogate as error:
@@ -416,7 +423,7 @@ def _parse_if_json(value: Any, column: str) -> Any:
 
 
 def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of SAMPLING that are set, checked by the table."""
+    """Return the sampling parameters that the row sets, with checked values. Raises RequestError."""
     values: dict[str, Any] = {}
     for name, kind in _SAMPLING_KINDS:
         if (value := row.get(name)) is None:
@@ -441,9 +448,13 @@ def _sampling_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, Any]:
-    """Return the columns of CHAT that are set. Raises RequestError that begins with the place of a wrong one.
+    """Return the chat parameters that are set. Raises RequestError that begins with the wrong one's place.
 
-    Objects and lists may be JSON texts; a null key of a tool is absent.
+    Objects and lists may be JSON text. A key of a tool that is null is absent.
+
+    Args:
+        values: parameters by name.
+        place: format of a parameter's name in an error.
     """
     values_by_name: dict[str, Any] = {}
     for name, parameter in CHAT.items():
@@ -471,7 +482,7 @@ def chat_of(values: Mapping[str, Any], place: str = "column {!r}") -> dict[str, 
 
 
 def _without_null_keys(value: Any) -> Any:
-    """Return an object and the function in it without nulls: Parquet has every key of a struct in every row."""
+    """Return an object, and the function in it, without nulls. Parquet has every key of a struct in every row."""
     if not isinstance(value, dict):
         return value
     given = {key: x for key, x in value.items() if x is not None}

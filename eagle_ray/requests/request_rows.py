@@ -1,6 +1,6 @@
-"""RequestRows: the columns of output rows that a request has by itself, and the rows of its errors.
+"""Build the columns of output rows that depend on the request alone, and the rows of its errors.
 
-They need neither torch nor a tokenizer, so that any engine's rows are made of them.
+These functions need neither torch nor a tokenizer, so rows of any engine are built with them.
 
     RequestRows(config, {"run_id": "5f0c"}).of_error(request, RequestError("timeout", "..."))
 """
@@ -25,17 +25,18 @@ OTHER_NAMES = (*names_in(Group.CONTROL), "stop_token_ids", *names_in(Group.TEXT,
 
 @dataclass(frozen=True, slots=True)
 class RequestRows:
-    """What the rows of one worker share. Carried columns are not among their columns.
+    """Builds the columns that do not depend on an engine. Carried columns are added elsewhere.
 
     Attributes:
-        constants: columns that are equal in all its rows, such as run_id.
+        config: settings of the job.
+        constants: columns with equal values in all rows of one worker, such as run_id.
     """
 
     config: RowSettings
     constants: dict[str, Any]
 
     def of_error(self, request: Request, error: RequestError) -> list[OutputRow]:
-        """Return one error row per requested sample and turn, so that a bad row's id is done as well."""
+        """Return one error row per requested sample and turn. A request with an error then counts as answered."""
         return [
             self.of_turn_error(request.next_turn([None] * turn), j, error)
             for j in range(request.num_samples(self.config))
@@ -43,7 +44,13 @@ class RequestRows:
         ]
 
     def of_turn_error(self, request: Request, sample_index: int, error: RequestError) -> OutputRow:
-        """Return the error row of one sample of the request, or of one turn of a conversation."""
+        """Return the error row of one sample of a request, or of one turn of a conversation.
+
+        Args:
+            request: request, at the turn that failed.
+            sample_index: number of the sample, from 0.
+            error: reason of the failure.
+        """
         prompt = request.prompt if self.config.output.store_prompt else None
         # The reader's own errors quote nothing.
         if request.error is None and not self.config.output.store_prompt:
@@ -56,7 +63,7 @@ class RequestRows:
         )
 
     def shared(self, request: Request) -> OutputRow:
-        """Return the columns that good and bad rows of a request have."""
+        """Return the columns that successful rows and error rows of a request have in common."""
         return self.constants | {
             "request_id": request.id,
             "row_index": request.row_index,
@@ -67,7 +74,7 @@ class RequestRows:
 
 
 def sampling_columns(sampling: SamplingSettings) -> OutputRow:
-    """Return the parameters of sampling that have an output column of their own, but for the seed."""
+    """Return the sampling parameters that have an output column of their own, except the seed."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -79,7 +86,7 @@ def sampling_columns(sampling: SamplingSettings) -> OutputRow:
 
 
 def controls_json(sampling: SamplingSettings) -> str | None:
-    """Return the values of OTHER_NAMES that are not at their defaults, as JSON; None if all are."""
+    """Return the parameters in OTHER_NAMES that differ from their defaults, as JSON; None if none differs."""
     values = {name: getattr(sampling, name) for name in OTHER_NAMES}
     own = {
         name: value

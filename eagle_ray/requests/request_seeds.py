@@ -1,6 +1,6 @@
-"""The seed of a request's sample, from what is on record of the request alone.
+"""Derive the seed of a sample from its request alone.
 
-Neither order nor batching nor resuming changes it.
+Neither the order of requests, nor batching, nor a resumed run changes a seed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ from eagle_ray.requests.request import Request
 
 
 def seed_of(request: Request, run_seed: int, sample_index: int) -> int:
-    """Return the key of one sample's noise: from the request's own seed, or from the run's seed and the request's id.
+    """Return the key of one sample's noise.
 
-    Each turn of a conversation has a key of its own.
+    It derives from the request's own seed, or else from the run's seed and the request's id. Each
+    turn of a conversation has a key of its own.
+
+    Args:
+        request: request, at the turn to be answered.
+        run_seed: seed of the run.
+        sample_index: number of the sample, from 0.
     """
     turn = request.turn_index
     if (own := request.sampling.get("seed")) is not None:

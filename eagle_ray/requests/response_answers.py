@@ -1,14 +1,14 @@
-"""Answers of /v1/responses, made of a chat's answers.
+"""Build answers of /v1/responses from the parts of chat answers.
 
-A ResponseObject is OpenAI's response, built item by item from the parts of a chat answer:
+A ResponseObject is OpenAI's response. It grows item by item:
 
     response = ResponseObject(key, begun)
-    for delta in deltas:                        # deltas of a chat message: content, reasoning or calls each
+    for delta in deltas:                        # each adds content, reasoning or tool calls
         events += response.add(delta, logprobs)
     events += response.finish("stop", usage, metrics, scores)
     response.body["output"]                     # the items in the order in which they began
 
-A streamed response sends the events; one that is not streamed is the same object at its end.
+A streamed response sends the events. A response that is not streamed sends the body at the end.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Model = TypeVar("Model")
 
 
 class ResponseObject:
-    """One response. Methods return the events that tell of a change, without their sequence numbers.
+    """A response that grows. Each method returns the events of its change, without sequence numbers.
 
     Args:
-        key: text of which the ids of its items are made.
-        body: the response before it has items.
+        key: text from which the ids of items are made.
+        body: response without items.
     """
 
     def __init__(self, key: str, body: ResponseBody):
@@ -75,7 +75,12 @@ class ResponseObject:
         ]
 
     def add_message(self, message: ChatAnswer, logprobs: ChatLogprobs | None) -> None:
-        """Add a whole message of a chat."""
+        """Add a whole message of a chat.
+
+        Args:
+            message: message of the assistant.
+            logprobs: log-probabilities of the chat's choice; None without any.
+        """
         delta: Delta = {"content": message["content"]}
         if "reasoning_content" in message:
             delta["reasoning_content"] = message["reasoning_content"]
@@ -98,7 +103,8 @@ class ResponseObject:
         """Add a delta of a chat message.
 
         Args:
-            logprobs: log-probabilities of the chat's choice.
+            delta: content, reasoning or tool calls to add.
+            logprobs: log-probabilities of the delta's tokens; None without any.
         """
         events: list[StreamEvent] = []
         reasoning = delta.get("reasoning_content")
@@ -122,9 +128,10 @@ class ResponseObject:
         """End the response.
 
         Args:
-            reason: the chat's finish_reason.
-            usage: token counts in the form of a response.
-            scores: scores of what the answer may be; empty without any.
+            reason: finish_reason of the chat.
+            usage: token counts.
+            metrics: speculation metrics.
+            scores: scores of choices or continuations; empty without any.
         """
         is_cut = reason == "length"
         events = self._close("incomplete" if is_cut else "completed")
@@ -141,7 +148,7 @@ class ResponseObject:
         return [*events, {"type": "response.completed", "response": self.body}]
 
     def _add_reasoning(self, text: str) -> list[StreamEvent]:
-        """Add to the text of the open reasoning, or of a new one."""
+        """Append to the open reasoning item, or to a new one."""
         events: list[StreamEvent] = []
         item = self._open_item
         if item is None or item["type"] != "reasoning":
@@ -167,7 +174,7 @@ class ResponseObject:
         ]
 
     def _add_content(self, text: str, logprobs: list[ChatPlace]) -> list[StreamEvent]:
-        """Add to the text of the open message, or of a new one."""
+        """Append to the open message, or to a new one."""
         events: list[StreamEvent] = []
         item = self._open_item
         if item is None or item["type"] != "message":
@@ -271,7 +278,7 @@ class ResponseObject:
         ]
 
     def _ends(self, index: int, item: OutputItem) -> list[StreamEvent]:
-        """Return the events that end the parts of the open item."""
+        """Return the events that end the parts of an item."""
         if item["type"] == "function_call":
             return [
                 {
@@ -303,7 +310,7 @@ class ResponseObject:
         ]
 
     def _place(self) -> PartPlace:
-        """Return the place of the open item's text."""
+        """Return the open item's id and indices, which the events of its text have."""
         item = self._open_item
         assert self._open is not None and item is not None
         return {"item_id": item["id"], "output_index": self._open, "content_index": 0}
@@ -314,7 +321,7 @@ def _output_text(text: str, logprobs: list[ChatPlace]) -> OutputText:
 
 
 def _with_bytes(place: ChatPlace) -> ChatPlace:
-    """Return the log-probabilities of a token as a response has them: bytes is never null."""
+    """Return the log-probabilities of a token in the form of responses, where bytes are never null."""
     return {
         "token": place["token"],
         "logprob": place["logprob"],
@@ -334,7 +341,16 @@ def stored_response(
     usage: ResponseUsage,
     scores: ChoiceScores,
 ) -> StoredResponse:
-    """Return the response of a batch's line, made of a chat's choice."""
+    """Return the response to a line of a batch file.
+
+    Args:
+        key: text that the ids of the response and of its items contain.
+        model: name of the target.
+        created: Unix time in seconds.
+        choice: choice of the chat that answers the line.
+        usage: token counts.
+        scores: scores of choices or continuations; empty without any.
+    """
     is_cut = choice["finish_reason"] == "length"
     return {
         "id": f"resp_{key}",
@@ -359,7 +375,7 @@ def stored_response(
 
 
 def _stored_items(choice: ChatChoice, key: str) -> list[OutputItem]:
-    """Return the items of a stored response: its reasoning, its message and its function calls, in this order."""
+    """Return the items of a stored response in order: reasoning, message, function calls."""
     message = choice["message"]
     status: ItemStatus = "incomplete" if choice["finish_reason"] == "length" else "completed"
     items: list[OutputItem] = []
@@ -406,6 +422,6 @@ def _is_object(text: str) -> bool:
 
 
 def _copy(value: Model) -> Model:
-    """Return the value as it is now: the object that it is part of grows."""
+    """Return a copy of a value that later events do not change."""
     copied: Model = json.loads(dump_json(value))
     return copied

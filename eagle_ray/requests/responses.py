@@ -1,10 +1,10 @@
-"""OpenAI's /v1/responses: convert its request to a chat request.
+"""Convert requests of OpenAI's /v1/responses to chat requests.
 
 >>> messages_of_items([{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}], instructions="Be short.")
 [{'role': 'system', 'content': 'Be short.'}, {'role': 'user', 'content': 'Hi'}]
 
-Items are those that a client writes, and those of an earlier response's output that it sends back.
-A reasoning item and function calls belong to the assistant's message that is next to them.
+Items are messages that a client writes, and items of an earlier response that it sends back. A
+reasoning item and function calls become parts of the adjacent assistant message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_te
 
 
 def messages_of_items(items: str | list[Json], instructions: str | None) -> list[Json]:
-    """Return the messages that the items and the instructions are. Raises RequestError that names the wrong item."""
+    """Return the messages that the instructions and items stand for. Raises RequestError naming a wrong item."""
     messages: list[Json] = (
         [] if instructions is None else [{"role": "system", "content": instructions}]
     )
@@ -67,7 +67,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
 
 
 def refuse_other_keys(values: Json, names: tuple[str, ...], where: str) -> None:
-    """Raise RequestError for a key that is not one of the names, unless it is null or off."""
+    """Raise RequestError for a key that is not in `names`, unless its value is null or false."""
     for name, value in values.items():
         if name not in names and value is not None and value is not False:
             raise unsupported(f"{where}.{name}", "leave it out")
@@ -85,7 +85,7 @@ def _add_message(messages: list[Json], item: Json, where: str) -> None:
 
 
 def _add_reasoning(messages: list[Json], item: Json, where: str) -> None:
-    """Add the text of an earlier answer's reasoning: templates that keep it read reasoning_content."""
+    """Add the reasoning of an earlier answer as reasoning_content, which some chat templates read."""
     text = _text(item.get("content") or item.get("summary") or [], f"{where}.content")
     if text:
         _assistant_turn(messages, begins=bool(_last_turn(messages)))["reasoning_content"] = text
@@ -124,15 +124,16 @@ _ADDERS: dict[str, tuple[Callable[[list[Json], Json, str], None], tuple[str, ...
 
 
 def _last_turn(messages: list[Json]) -> Json:
-    """Return the last message if it is the assistant's, else an empty one."""
+    """Return the last message if its role is assistant; otherwise an empty one."""
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else {}
 
 
 def _assistant_turn(messages: list[Json], begins: bool = False) -> Json:
-    """Return the assistant's message that an item belongs to.
+    """Return the assistant message that an item belongs to.
 
     Args:
-        begins: the item is the first of a new one.
+        messages: messages so far. A new one may be appended.
+        begins: whether the item begins a new message.
     """
     if begins or not _last_turn(messages):
         messages.append({"role": "assistant"})
@@ -144,7 +145,7 @@ def _wrong(param: str, rule: str, value: Any) -> RequestError:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a content: a text, or a list of parts that are texts."""
+    """Return the text of a content, which is a text or a list of text parts. Raises RequestError."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -162,9 +163,10 @@ def _text(content: Any, where: str) -> str:
 
 
 def chat_body(body: Mapping[str, Any]) -> Json:
-    """Return the body of a chat completion that answers a response's body; null values are not given.
+    """Convert the body of a response to the body of a chat completion. A value of null is absent.
 
-    Raises RequestError for a parameter of responses alone that is wrong. Others have been checked.
+    Raises RequestError for a wrong parameter that only responses have. Other parameters must have
+    been checked before.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, row in RESPONSES_ONLY.items():
@@ -182,10 +184,10 @@ def chat_body(body: Mapping[str, Any]) -> Json:
 
 
 def check_response(given: Mapping[str, Any]) -> None:
-    """Raise RequestError for parameters that /v1/responses does not have.
+    """Raise RequestError for values that /v1/responses does not support.
 
     Args:
-        given: values of their kinds. Null is absent.
+        given: checked values by parameter; null is absent.
     """
     for name, value in (given.get("reasoning") or {}).items():
         if value is not None:
@@ -198,7 +200,7 @@ def check_response(given: Mapping[str, Any]) -> None:
 
 
 def chat_values(given: Json) -> Json:
-    """Return the values of a chat completion that answers a response of these values. Raises RequestError."""
+    """Return the parameters of the chat completion that answers a response. Raises RequestError."""
     chat = {name: value for name, value in given.items() if name not in RESPONSES_ONLY}
     chat["messages"] = messages_of_items(given["input"], given.get("instructions"))
     if RESPONSE_LENGTH in given:
@@ -240,7 +242,7 @@ def chat_tool_choice(choice: str | Json | None) -> str | Json | None:
 
 
 def _response_format(text: Json) -> str | None:
-    """Return the response_format of a chat that text.format is, as JSON text, or None."""
+    """Return text.format as a chat's response_format, as JSON text; None if it is absent."""
     for name, value in text.items():
         if name != "format" and not (name == "verbosity" and value in (None, "medium")):
             raise unsupported(f"text.{name}", "leave it out")

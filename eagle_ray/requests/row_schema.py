@@ -1,7 +1,7 @@
-"""The two tables of a job: request rows for the engine, and output rows for Parquet.
+"""Arrow schemas of a job's two tables: requests for the engine, and output rows for Parquet.
 
-One fixed Arrow schema for good rows and error rows, so no file has null-typed columns. Carried
-columns come last in both.
+Successful rows and error rows have one schema, so no file has columns of type null. Carried columns
+come last in both tables.
 
     >>> output_schema([pa.field("category", pa.string())]).names[-1]
     'category'
@@ -227,19 +227,19 @@ RESERVED = frozenset(REQUEST.names) | {field.name for field in OUTPUT_FIELDS}
 
 
 def request_schema(carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of request blocks.
+    """Return the schema of tables of requests. Raises ValueError for a reserved name.
 
     Args:
-        carried: columns with names that are not RESERVED.
+        carried: carried columns, whose names are not in RESERVED.
     """
     return pa.schema([*REQUEST, *_carried_fields(carried)])
 
 
 def output_schema(carried: Iterable[pa.Field]) -> pa.Schema:
-    """Return the schema of output files.
+    """Return the schema of output files. Raises ValueError for a reserved name.
 
     Args:
-        carried: columns with names that are not RESERVED.
+        carried: carried columns, whose names are not in RESERVED.
     """
     return pa.schema(
         [*OUTPUT_FIELDS, *_carried_fields(carried)], metadata={VERSION_KEY: SCHEMA_VERSION}
@@ -247,7 +247,10 @@ def output_schema(carried: Iterable[pa.Field]) -> pa.Schema:
 
 
 def missing_columns(stored: pa.Schema) -> list[str]:
-    """Return the ADDED columns that a run's files lack. An input column of such a name would come after worker_id."""
+    """Return the columns in ADDED_COLUMNS that a run's files lack.
+
+    Columns after worker_id are carried from the input, so one of such a name does not count.
+    """
     own = (
         stored.names[: stored.names.index("worker_id")]
         if "worker_id" in stored.names
@@ -257,7 +260,7 @@ def missing_columns(stored: pa.Schema) -> list[str]:
 
 
 def unread_settings(stored: pa.Schema) -> list[str]:
-    """Return the settings of a row that the version that made a run's files did not read."""
+    """Return the settings of a row that the version that wrote a run's files did not read yet."""
     missing = missing_columns(stored)
     unread = [name for name in missing if name in ADDED_SETTINGS]
 
@@ -288,7 +291,7 @@ def schema_differences(stored: pa.Schema, wanted: pa.Schema) -> list[str]:
 
 
 def table_of(rows: list[dict], schema: pa.Schema) -> pa.Table:
-    """Return rows as one table; an absent key is null. Raises KeyError for a key that the schema lacks."""
+    """Return a table of rows. A key that a row lacks is null. Raises KeyError for a key that the schema lacks."""
     known = set(schema.names)
     for row in rows:
         if not known.issuperset(row):

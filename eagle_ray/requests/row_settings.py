@@ -1,6 +1,7 @@
-"""RowSettings: what the rows of a job read of its configuration (`config/job.py`), which stands above this package.
+"""Protocols for the settings that a job's rows read.
 
-A JobConfig is one. Each protocol has the attributes that are read, and no others.
+`config/job.py` is imported after this package, so the settings are declared here by their
+attributes. A JobConfig is a RowSettings. Each protocol has exactly the attributes that are read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from eagle_ray.text.chat_options import ChatOptions
 
 
 class SamplingDefaults(Protocol):
-    """Parameters of sampling of rows that do not set them: pairs of a name and a value."""
+    """Sampling parameters of rows that do not set them, as pairs of a name and a value."""
 
     def __iter__(self) -> Iterator[tuple[str, Any]]: ...
 
@@ -21,15 +22,19 @@ class SamplingDefaults(Protocol):
 
 
 class ChatDefaults(Protocol):
-    """Options of chat templates of rows that do not set them."""
+    """Chat template options of rows that do not set them."""
 
     def options(self, own: Mapping[str, Any]) -> ChatOptions:
-        """Return the options of a row with these values of its own. Raises ValueError."""
+        """Return the options of a row. Raises ValueError.
+
+        Args:
+            own: values that the row sets.
+        """
         ...
 
 
 class StoredParts(Protocol):
-    """Parts of rows that the output keeps."""
+    """Parts of a row that the output stores."""
 
     @property
     def store_prompt(self) -> bool: ...
@@ -39,7 +44,7 @@ class StoredParts(Protocol):
 
 
 class StatisticsSettings(Protocol):
-    """How much is told of drafts: summary or detailed."""
+    """Detail of the statistics of drafts: summary or detailed."""
 
     @property
     def stats(self) -> str: ...
@@ -49,7 +54,7 @@ class RowSettings(Protocol):
     """The settings of a job that its rows read.
 
     Attributes:
-        seed: key of the noise of rows that set none.
+        seed: seed of the noise of rows that set none.
     """
 
     @property
@@ -69,12 +74,12 @@ class RowSettings(Protocol):
 
 
 class EmbeddingSettings(Protocol):
-    """The settings of embeddings.
+    """The settings of a job or endpoint that computes embeddings.
 
     Attributes:
-        prompt_name: prompt before a text that names none; None for the target's default.
-        dimensions: numbers of an embedding; None for all.
-        dtype: type of the numbers in a column.
+        prompt_name: name of the prompt of a text that names none; None is the target's default.
+        dimensions: length of a vector; None is the full length.
+        dtype: type of the numbers in a job's column.
     """
 
     @property

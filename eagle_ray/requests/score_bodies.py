@@ -1,13 +1,14 @@
-"""POST /v1/score and /v1/rerank: the probabilities of a few next tokens after each of many texts.
+"""Read the bodies of POST /v1/score and /v1/rerank and build their answers.
+
+Both compute the probabilities of a few next tokens after each of many texts.
 
     >>> body = ScoreRequest.read({"query": "Is it raw? ", "items": ["rice", "sushi"], "label_token_ids": [9, 4]})
     >>> body.texts
     ['Is it raw? rice', 'Is it raw? sushi']
 
-/v1/score has SGLang's names, which vLLM's generative scoring has, too. /v1/rerank has Cohere's and
-Jina's, for rerankers that answer yes or no, as Qwen3-Reranker does: a document's relevance is the
-share of `yes` in the probabilities of both answers. The texts go through the target's chat
-template.
+/v1/score uses SGLang's parameter names, which vLLM's generative scoring uses, too. /v1/rerank uses
+the names of Cohere and Jina. It is for rerankers that answer yes or no, such as Qwen3-Reranker: a
+document's relevance is P(yes) / (P(yes) + P(no)). Its texts go through the target's chat template.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 
 
 class ScoreRequest(OpenBody):
+    """A request for the probabilities of label tokens after each of several texts."""
+
     api = Api.SCORE
     summary = "POST /v1/score: score a few next tokens after each of several texts"
     each: ClassVar[str] = "items"  # the parameter that has a sequence for each of its texts
@@ -75,7 +78,7 @@ class ScoreRequest(OpenBody):
 
     @property
     def texts(self) -> list[str]:
-        """Return the texts behind which labels are scored."""
+        """Return the texts after which the labels are scored, one per item."""
         if self.item_first:
             return [item + self.query for item in self.items]
         return [self.query + item for item in self.items]
@@ -100,6 +103,8 @@ class ScoreRequest(OpenBody):
 
 
 class RerankRequest(OpenBody):
+    """A request to order documents by how well they answer a query."""
+
     api = Api.RERANK
     summary = "POST /v1/rerank: order documents by how well they answer a query"
     each: ClassVar[str] = "documents"  # likewise
@@ -165,7 +170,12 @@ class RerankRequest(OpenBody):
 
 
 def scored_sequences(prompts: Sequence[list[int]], labels: list[int]) -> list[EngineSequence]:
-    """Return sequences that score each of these tokens behind each prompt."""
+    """Return a sequence per prompt that scores each label as the next token.
+
+    Args:
+        prompts: token ids of each prompt.
+        labels: token ids to score.
+    """
     params = SamplingSettings(max_tokens=0, continuations=[[label] for label in labels])
     return [
         EngineSequence(
@@ -179,7 +189,12 @@ def scored_sequences(prompts: Sequence[list[int]], labels: list[int]) -> list[En
 
 
 def label_probabilities(sequence: EngineSequence, apply_softmax: bool) -> list[float]:
-    """Return the probability of each label of a finished sequence, or its share of their sum."""
+    """Return the probability of each label after a finished sequence.
+
+    Args:
+        sequence: finished sequence made by `scored_sequences`.
+        apply_softmax: whether the probabilities are divided by their sum.
+    """
     assert sequence.scoring is not None, "as scored_sequences makes them"
     log_probs = [result.score for result in sequence.scoring.results()]
     if apply_softmax:
@@ -190,7 +205,7 @@ def label_probabilities(sequence: EngineSequence, apply_softmax: bool) -> list[f
 
 
 def prompt_usage(sequences: Sequence[EngineSequence]) -> EmbeddingUsage:
-    """Return the usage of a request without output."""
+    """Return the token usage of a request that generates nothing."""
     num_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 

@@ -1,4 +1,4 @@
-"""Scores of a finished sequence as the columns of a row, which Python's answers have as attributes, too."""
+"""Convert the scores of a finished sequence to columns of a row. Python's outputs have them as attributes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ DOCUMENT_SCORE_COLUMNS = ("loglikelihood", "tokens", "bytes", "bits_per_byte")
 def score_columns(scores: ContinuationScores) -> dict[str, Any]:
     """Return the columns of complete scores.
 
-    `best` is the index of the continuation with the highest score, the first of several, and
-    `best_by_byte` likewise of score by byte, for which continuations of no bytes do not count.
-    `label_mass` is the probability that the next token is the first token of any continuation.
+    `best` is the index of the continuation with the highest score; of equal scores, the first.
+    `best_by_byte` is the index of the highest score divided by the continuation's bytes;
+    continuations of no bytes are left out. `label_mass` is the probability that the next token is
+    the first token of any continuation.
     """
     results = scores.results()
     sizes = [result.num_bytes for result in results]
@@ -44,7 +45,12 @@ def score_columns(scores: ContinuationScores) -> dict[str, Any]:
 
 
 def continuations_column(sampling: SamplingSettings, is_stored: bool) -> dict[str, Any]:
-    """Return the column of what was scored behind a prompt, if that is stored: continuations, or else choices."""
+    """Return the column of the texts that were scored after a prompt: continuations, or else choices.
+
+    Args:
+        sampling: parameters of the request.
+        is_stored: whether the output stores prompts; without them the column stays null.
+    """
     scored = sampling.choice if sampling.continuations is None else sampling.continuations
     if scored is None or not is_stored:
         return {}

@@ -1,14 +1,15 @@
-"""Whole texts that are scored: windows over their tokens, and the columns of the log-probabilities together.
+"""Score whole texts: windows over their tokens, and columns of the summed log-probabilities.
 
     >>> [(w.start, w.first, w.end) for w in windows(num_tokens=12, max_length=5, stride=3)]
     [(0, 1, 6), (3, 6, 9), (6, 9, 12)]
 
-A window reads the tokens from `start` on and scores those from `first` on, so each token but the
-first is scored once. The first window scores as many tokens as the model reads, each further one
-`stride` tokens behind as many as there is room for. These are the windows of lm-eval's
-loglikelihood_rolling, whose stride is max_length - context_len + 1. A document begins with the
-tokenizer's BOS, or else its end-of-sequence token, which is read and not scored; without a
-tokenizer its first token is not scored.
+A window reads the tokens from `start` on and scores the tokens from `first` on. So every token
+except the first one is scored once. The first window scores as many tokens as the model reads at
+once. Each later window scores `stride` tokens, after as many tokens of context as fit. These are
+the windows of lm-eval's loglikelihood_rolling, whose stride is max_length - context_len + 1.
+
+A document begins with the tokenizer's BOS token, or else its end-of-sequence token. That token is
+read and not scored. Without a tokenizer, the first token is not scored.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def windows(num_tokens: int, max_length: int, stride: int) -> Iterator[Window]:
     """Yield the windows of a document.
 
     Args:
-        max_length: tokens that the model reads at once; a window's last token is scored, not read.
-        stride: tokens that each window but the first one scores, at most max_length.
+        num_tokens: tokens of the document.
+        max_length: tokens that the model reads at once. The last token of a window is scored, not
+            read.
+        stride: tokens that each window but the first one scores; at most max_length.
     """
     first = 1
     scored = max_length
@@ -57,12 +60,15 @@ def windows(num_tokens: int, max_length: int, stride: int) -> Iterator[Window]:
 def scored_document(
     prompt_ids: list[int], tokenizer: Tokenizer, max_length: int | None, stride: int | None
 ) -> list[tuple[list[int], ContinuationScores]]:
-    """Return the windows of a document: the context that each reads, and its scored tokens. Raises RequestError.
+    """Return the windows of a document: token ids of each context, and the tokens scored after it.
+
+    Raises RequestError if the windows hold too many tokens, or for a stride above max_length.
 
     Args:
-        prompt_ids: the document, with or without the token that it begins with.
-        max_length: tokens that the model reads at once; None for one window.
-        stride: see `windows`; None is half of max_length.
+        prompt_ids: token ids of the document, with or without the BOS token.
+        tokenizer: tokenizer of the target.
+        max_length: tokens that the model reads at once; None for a single window.
+        stride: tokens that later windows score; None is half of max_length.
     """
     ids = prompt_ids
     if tokenizer.has_text and ids[:1] != [front := prefix_id(tokenizer)]:
@@ -89,7 +95,7 @@ def scored_document(
 
 
 def scored_ids(sequences: Sequence[EngineSequence]) -> list[int]:
-    """Return the tokens of a document that its windows score."""
+    """Return the token ids of a document that its windows score."""
     ids: list[int] = []
     for sequence in sequences:
         assert sequence.scoring is not None, "as scored_document makes them"
@@ -98,16 +104,16 @@ def scored_ids(sequences: Sequence[EngineSequence]) -> list[int]:
 
 
 def document_ids(sequences: Sequence[EngineSequence]) -> list[int]:
-    """Return the tokens of a document: those that its first window reads, and all that are scored."""
+    """Return the token ids of a document: the first window's context, then all scored tokens."""
     return sequences[0].prompt_ids + scored_ids(sequences)
 
 
 def document_columns(
     sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return the columns of a document whose windows are complete.
+    """Return the columns of a document whose windows are finished.
 
-    `bytes` is null without a tokenizer, and `bits_per_byte` without bytes.
+    `bytes` is null without a tokenizer, and `bits_per_byte` is null without bytes.
     """
     scores = []
     num_verified = 0
@@ -129,7 +135,7 @@ def document_columns(
 def prompt_and_scores(
     sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return the ids of a request's prompt, and the columns of its scores, if there are any."""
+    """Return the token ids of a request's prompt, and its score columns, which are empty without scores."""
     first = sequences[0]
     if first.sampling.score_text:
         return document_ids(sequences), document_columns(sequences, tokenizer)
@@ -139,7 +145,7 @@ def prompt_and_scores(
 
 
 def _num_bytes(sequences: Sequence[EngineSequence], tokenizer: Tokenizer | None) -> int | None:
-    """Return the bytes of what is scored: of the text, without the token that it begins with."""
+    """Return the bytes of the scored text in UTF-8, without the BOS token; None without a tokenizer."""
     if tokenizer is None:
         return None
     text = sequences[0].prompt_text

@@ -1,13 +1,14 @@
-"""Tokenize continuations: context and continuation together, split where the context's tokens end.
+"""Tokenize a context with each of its continuations, and split the ids where the context's tokens end.
 
     prompt_ids, scores = scored_prompt("The capital is ", None, ["Paris", "Rome"], tokenizer, True, True)
 
-As in lm-eval, spaces at the end of a text move to its continuations, and what follows the tokens of
-the context is scored. If a token of the whole text spans the boundary, the context ends before it
-and the token belongs to the continuation; lm-eval would score ids there that are not the text's.
-Then a context has fewer tokens than the prompt alone. If no token is left of it, the context keeps
-all of its tokens and the continuation is tokenized by itself. A context without any token is the
-tokenizer's BOS, or else its end-of-sequence token.
+Scoring follows lm-eval. Spaces at the end of the context move to the continuations, and every token
+after the context's tokens is scored. One case differs: if a token spans the boundary, the context
+ends before that token, and the token belongs to the continuation. lm-eval would score ids that do
+not occur in the text. The context then has fewer tokens than the prompt alone. If no token of it is
+left, the context keeps all of its tokens and the continuation is tokenized by itself.
+
+A context without any token becomes the tokenizer's BOS token, or else its end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ def scored_prompt(
     adds_special: bool,
     moves_spaces: bool,
 ) -> tuple[list[int], ContinuationScores]:
-    """Return the tokens that all contexts share, and the continuations behind them. Raises RequestError.
+    """Return the token ids that all contexts share, and the continuations after them. Raises RequestError.
 
     Args:
-        text: the prompt as the model reads it; None if the request gave ids.
-        prompt_ids: its ids, to which continuations of ids are appended as they are.
-        adds_special: the text gets the special tokens that the tokenizer adds.
-        moves_spaces: spaces at the end of the text belong to continuations that are texts.
+        text: prompt as the model reads it; None if the request gave token ids.
+        prompt_ids: token ids of the prompt. Continuations of ids are appended to them unchanged.
+        continuations: texts or token ids to score.
+        tokenizer: tokenizer of the target.
+        adds_special: whether the tokenizer adds its special tokens to the text.
+        moves_spaces: whether spaces at the end of the prompt move to continuations that are texts.
     """
     context = text or ""
     spaces = ""
@@ -91,7 +94,7 @@ def _texts_behind(
     spaces: str,
     tokenizer: Tokenizer,
 ) -> list[str]:
-    """Return what stands behind the context for each continuation that is a text. Raises RequestError."""
+    """Return the text after the context, for each continuation that is a text. Raises RequestError."""
     behind = []
     for i, continuation in enumerate(continuations):
         if not continuation or isinstance(continuation, list):
@@ -112,10 +115,14 @@ def _behind_context(
 ) -> tuple[int, list[int]]:
     """Return how many tokens of the context a whole text begins with, and the ids after them.
 
+    If the whole text begins with no token of the context, the text after the context is tokenized
+    by itself. The ids before a continuation then depend on the prompt alone.
+
     Args:
-        behind: the end of the whole text, behind the context. If the whole text begins with no
-            token of the context, it is tokenized by itself, so that what stands before a
-            continuation depends on the prompt alone.
+        context_ids: token ids of the context.
+        whole: token ids of the whole text.
+        behind: text after the context.
+        tokenizer: tokenizer of the target.
     """
     num_shared = num_common(context_ids, whole)
     if num_shared:
@@ -126,7 +133,7 @@ def _behind_context(
 def _behind_shared(
     context_ids: list[int], parts: list[tuple[int, Continuation]]
 ) -> tuple[list[int], ContinuationScores]:
-    """Return the tokens of the context that all continuations have, and the continuations behind them."""
+    """Return the context tokens that all continuations share, and the continuations after them."""
     num_prompt = min(num_shared for num_shared, _ in parts)
     behind = []
     for num_shared, part in parts:
@@ -143,9 +150,9 @@ def scored_choices(
     tokenizer: Tokenizer,
     adds_special: bool,
 ) -> ContinuationScores:
-    """Return choices behind a prompt that is continued, too, and so keeps all of its tokens.
+    """Return the choices after a prompt that is generated from, too, and so keeps all of its tokens.
 
-    A choice that does not begin with a token of its own there is tokenized by itself.
+    A choice that does not begin at a token boundary of the joined text is tokenized by itself.
     """
     behind = []
     for i, choice in enumerate(choices):
@@ -163,7 +170,12 @@ def scored_choices(
 
 @contextmanager
 def errors_behind_prompt(name: str, index: int) -> Iterator[None]:
-    """Name the text behind a prompt that an error of both together is about."""
+    """Name the text in a RequestError that concerns the prompt and this text together.
+
+    Args:
+        name: name of the parameter.
+        index: index of the text in the parameter's list.
+    """
     try:
         yield
     except RequestError as error:
@@ -172,7 +184,7 @@ def errors_behind_prompt(name: str, index: int) -> Iterator[None]:
 
 
 def ids_within_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a text that does not begin another one."""
+    """Return the token ids that a text has within a longer text, where no tokenizer puts a space before it."""
     front = tokenizer.encode(IN_FRONT, add_special_tokens=False)
     whole = tokenizer.encode(IN_FRONT + text, add_special_tokens=False)
     if whole[: len(front)] == front:
@@ -181,7 +193,7 @@ def ids_within_text(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def num_bytes(continuation: TextOrIds, tokenizer: Tokenizer) -> int | None:
-    """Return the bytes of a continuation's text in UTF-8; None of ids without a tokenizer."""
+    """Return the size of a continuation's text in UTF-8 bytes; None for ids without a tokenizer."""
     if isinstance(continuation, str):
         return len(continuation.encode())
     if not tokenizer.has_text:
@@ -190,7 +202,10 @@ def num_bytes(continuation: TextOrIds, tokenizer: Tokenizer) -> int | None:
 
 
 def prefix_id(tokenizer: Tokenizer) -> int:
-    """Return the token before a text without a context: BOS, or else the end-of-sequence token. Raises RequestError."""
+    """Return the token id that precedes a text without context: BOS, or else end-of-sequence.
+
+    Raises RequestError if the tokenizer has neither.
+    """
     for role in ("bos", "eos"):
         token = tokenizer.special_id(role)
         if token is not None:

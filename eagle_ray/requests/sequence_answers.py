@@ -1,4 +1,4 @@
-"""Make response bodies and streamed chunks from a request's sequences.
+"""Build response bodies and streamed chunks from the sequences of a request.
 
     answers = generation.answers
     answers.body()["choices"][0]["message"]["content"]      # 'Paris.'
@@ -7,14 +7,13 @@
     for count in counts:                        # numbers of output ids, as the engine reports them
         yield from chunks.until(count)          # each an event of the stream
 
-A chunk is of one choice. It has complete characters only and never a part of a stop string. One
-engine step gives at most one chunk, or one for each part of a chat message that it adds to:
-content, reasoning_content, or a tool call's name or arguments.
+A chunk belongs to one choice. It has complete characters only, and never a part of a stop string.
+One engine step gives at most one chunk of a text completion. A chat gets one for each part of the
+message that grows: content, reasoning_content, or a tool call's name or arguments.
 
-With stream_options.include_steps a chunk also says how each token was made: by which decode step,
-and at which depth of its draft. The tokens of a step are the accepted drafts at depths 1, 2, ...,
-then the target's own token at depth 0. Step 0 is the prompt's pass, which gives one token of the
-target.
+With stream_options.include_steps, a chunk also says which decode step made each token, and at which
+depth of its draft. The tokens of a step are the accepted drafts at depths 1, 2, ..., then the
+target's own token at depth 0. Step 0 is the prompt's pass, which gives one token of the target.
 
     Steps(sequence).next(["The", " capital", " is"])      # texts of the first three output ids; returns
     [{'step': 0, 'num_draft_tokens': 0, 'num_accepted_draft_tokens': 0, 'tokens': [
@@ -73,11 +72,13 @@ from eagle_ray.text.tokenizer import DecodeStream, TextOptions, Tokenizer, optio
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """The settings by which output ids become text, and the text becomes an answer.
+    """Turns output ids into text, and the text into an answer.
 
     Attributes:
+        tokenizer: tokenizer of the target, set up for the request's chat options.
         stops: strings that end an answer.
-        chat_options: None if all of a text is content, as that of a text completion.
+        text_options: settings of detokenization.
+        chat_options: options of a chat; None for a text completion, whose text is all content.
     """
 
     tokenizer: Tokenizer
@@ -87,7 +88,7 @@ class AnswerReader:
 
     @property
     def has_parts(self) -> bool:
-        """Return whether an answer may have parts other than content."""
+        """Return whether an answer may have reasoning or tool calls besides its content."""
         if self.chat_options is None:
             return False
         return (
@@ -98,7 +99,7 @@ class AnswerReader:
         return self.tokenizer.token_text(token)
 
     def parser(self, prompt_ids: list[int]) -> AnswerParser | None:
-        """Return a new parser of an answer's text, or None if all of it is content."""
+        """Return a new parser for an answer's text; None if all of it is content."""
         if self.chat_options is None or not self.has_parts:
             return None
         end = self.tokenizer.prompt_end(prompt_ids)
@@ -107,12 +108,14 @@ class AnswerReader:
     def finished(
         self, sequence: Sequence, index: int, call_key: str, num_wanted: int | None = None
     ) -> FinishedAnswer:
-        """Return the answer in a finished sequence: its text, reasoning, tool calls and finish reason.
+        """Return the answer of a finished sequence: text, reasoning, tool calls and finish reason.
 
         Args:
-            call_key: text from which the ids of its tool calls are made.
-            num_wanted: output ids that the answer shows; None shows all. If it shows 0, its finish
-                reason is length.
+            sequence: finished sequence.
+            index: number of the choice, from 0.
+            call_key: text from which the ids of tool calls are made.
+            num_wanted: number of output ids that the answer shows; None shows all. With 0, the
+                finish reason is length.
         """
         output_ids = sequence.output_ids[:num_wanted]
         options = self._options_for(sequence.prompt_ids)
@@ -128,7 +131,7 @@ class AnswerReader:
         return FinishedAnswer(index, text, ended, parts.content, parts.reasoning or None, calls)
 
     def stream(self, prompt_ids: list[int]) -> DecodeStream:
-        """Return an incremental decoder of output ids that shows the markers which a parser needs."""
+        """Return an incremental decoder of output ids. It keeps the markers that a parser reads."""
         tokenizer = self.tokenizer.with_markers() if self.has_parts else self.tokenizer
         return tokenizer.decode_stream(self.stops, self._options_for(prompt_ids))
 
@@ -138,7 +141,12 @@ class AnswerReader:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: the ids that the model reads, and the text that an echo shows, which is empty for a prompt of ids."""
+    """A prompt.
+
+    Attributes:
+        ids: token ids that the model reads.
+        text: text that an echo shows; empty for a prompt of token ids.
+    """
 
     ids: list[int]
     text: str
@@ -149,8 +157,11 @@ class Choice:
     """One answer of a request.
 
     Attributes:
-        num_wanted: output ids that it is to show; None shows all.
-        first: the sequence of the prompt's first choice, which alone computes the prompt's
+        index: number of the choice within the request, from 0.
+        prompt: prompt that it answers.
+        sequence: sequence of the engine.
+        num_wanted: number of output ids to show; None shows all.
+        first: sequence of the prompt's first choice, which alone computes the prompt's
             log-probabilities.
     """
 
@@ -162,32 +173,37 @@ class Choice:
 
     @property
     def output_ids(self) -> list[int]:
-        """Return the output ids whose text is shown."""
+        """Return the output ids that are shown."""
         return self.sequence.output_ids[: self.num_wanted]
 
     @property
     def finish_reason(self) -> Finish | None:
-        """Return the finish reason; a choice that was cut to no tokens ended by length."""
+        """Return the finish reason. A choice that shows no tokens ended by length."""
         return "length" if self.num_wanted == 0 else self.sequence.finish_reason
 
     @property
     def scores(self) -> ChoiceScores:
-        """Return the scores of what the answer may be, by their columns' names; empty without any."""
+        """Return the scores of the texts that the answer may be, by column name; empty without any."""
         scoring = self.sequence.scoring
         return {} if scoring is None else scores_form(score_columns(scoring))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestAnswers:
-    """The choices of a request, and which details of them to show.
+    """The choices of a request, and the details that its answer shows.
 
     Attributes:
-        choices: those of the first prompt, then those of the next, as many of each.
-        num_tops: likeliest tokens at each token; None shows no log-probabilities.
-        has_echo: a text completion begins with its prompt.
-        has_token_ids: with the ids of prompt and output.
-        has_usage: a stream's last chunk has the usage.
-        has_steps: the chunks say how each token was made.
+        id: id of the answer.
+        created: Unix time in seconds.
+        model: name of the target.
+        prompts: prompts of the request.
+        choices: choices of the first prompt, then of the next, equally many of each.
+        reader: reader of the choices' output ids.
+        num_tops: number of alternatives per token; None shows no log-probabilities.
+        has_echo: whether a text completion begins with its prompt.
+        has_token_ids: whether the ids of prompt and output are shown.
+        has_usage: whether a stream ends with a chunk of the usage.
+        has_steps: whether chunks say which decode step made each token.
     """
 
     id: str
@@ -207,7 +223,7 @@ class RequestAnswers:
         return self.reader.chat_options is not None
 
     def body(self) -> ChatCompletion | Completion:
-        """Return the body of a response that is not streamed; every sequence is finished."""
+        """Return the body of a response that is not streamed. Every sequence must be finished."""
         answers = [self._finished(choice) for choice in self.choices]
         usage = self.usage(answer.reasoning for answer in answers).chat_form()
         decode_token = self.reader.decode_token
@@ -258,7 +274,7 @@ class RequestAnswers:
         return chunk
 
     def last_chunk(self) -> Chunk:
-        """Return the chunk after all choices, with usage and speculation metrics."""
+        """Return the chunk that follows all choices, with the usage and the speculation metrics."""
         reasonings = (
             self._read(choice).reasoning for choice in self.choices if self.reader.has_parts
         )
@@ -268,10 +284,10 @@ class RequestAnswers:
         return chunk
 
     def usage(self, reasonings: Iterable[str | None]) -> TokenUsage:
-        """Return the token usage. A prompt counts once, however many choices it has.
+        """Return the token usage. A prompt counts once, even if it has several choices.
 
         Args:
-            reasonings: the texts of the choices' reasoning, without their markers.
+            reasonings: text of each choice's reasoning, without markers.
         """
         encode = self.reader.tokenizer.encode
         return TokenUsage(
@@ -284,7 +300,7 @@ class RequestAnswers:
         )
 
     def _num_cached(self) -> int:
-        """Return how many prompt tokens were in the cache for all choices of their prompt."""
+        """Return the number of prompt tokens that were in the cache for all choices of their prompt."""
         n = len(self.choices) // len(self.prompts)
         reused = [choice.sequence.num_reused for choice in self.choices]
         return sum(min(reused[start : start + n]) for start in range(0, len(reused), n))
@@ -296,18 +312,18 @@ class RequestAnswers:
         )
 
     def call_key(self, choice: Choice) -> str:
-        """Return the part that the ids of a choice's tool calls share."""
+        """Return the text from which the ids of a choice's tool calls are made."""
         return f"{self.id}/{choice.index}"
 
     def prompt_logprobs(self, choice: Choice) -> list[TokenLogprob]:
-        """Return the log-probabilities of the prompt; none unless they are to be shown."""
+        """Return the log-probabilities of the prompt; empty unless they are shown."""
         sequence = choice.first
         if self.num_tops is None:
             return []
         return token_logprobs(sequence.prompt_ids, sequence.prompt_logprobs, sequence.prompt_tops)
 
     def output_logprobs(self, choice: Choice, start: int, end: int) -> list[TokenLogprob]:
-        """Return the log-probabilities of the output ids [start, end); none unless they are to be shown."""
+        """Return the log-probabilities of the output ids [start, end); empty unless they are shown."""
         sequence = choice.sequence
         if self.num_tops is None:
             return []
@@ -320,7 +336,7 @@ class RequestAnswers:
         )
 
     def _finished(self, choice: Choice) -> FinishedAnswer:
-        """Return a choice's answer with all that is to be shown of it."""
+        """Return the answer of a choice with every detail that is shown."""
         answer, output_ids = self._read(choice), choice.output_ids
         text, logprobs = answer.text, self.output_logprobs(choice, 0, len(output_ids))
         if self.has_echo:
@@ -343,7 +359,7 @@ def stats_of(sequence: Sequence) -> AcceptanceStats:
 
 
 def num_logprobs(chunk: Chunk) -> int:
-    """Return how many log-probabilities a chunk holds, without alternatives."""
+    """Return the number of log-probabilities in a chunk, without alternatives."""
     num = 0
     for choice in chunk["choices"]:
         logprobs: Any = choice["logprobs"]
@@ -353,7 +369,7 @@ def num_logprobs(chunk: Chunk) -> int:
 
 
 class ChoiceChunks:
-    """The chunks of one choice. Their texts concatenated are the text without streaming."""
+    """The chunks of one choice. Their texts, joined, are the text of an answer that is not streamed."""
 
     def __init__(self, answers: RequestAnswers, choice: Choice):
         self._answers, self.choice = answers, choice
@@ -366,7 +382,7 @@ class ChoiceChunks:
         self._offsets = TextOffsets()  # offsets of the tokens whose log-probabilities are sent
 
     def num_unsent(self, count: int) -> int:
-        """Return how many tokens the chunks up to `count` output ids show, an echo included."""
+        """Return the number of tokens in the chunks up to `count` output ids, those of an echo included."""
         echoed = (
             len(self.choice.sequence.prompt_ids)
             if self._answers.has_echo and not self._is_begun
@@ -375,7 +391,7 @@ class ChoiceChunks:
         return echoed + count - self._num_sent
 
     def until(self, count: int) -> Iterator[Chunk]:
-        """Yield the chunks up to `count` output ids. After the sequence's end this includes the last chunks."""
+        """Yield the chunks up to `count` output ids, and the last chunks if the sequence ends there."""
         sequence = self.choice.sequence
         if not self._is_begun:
             self._is_begun = True
@@ -387,7 +403,7 @@ class ChoiceChunks:
         yield from self._chunks(self._texts(start, count, is_end), start, count, is_end)
 
     def _texts(self, start: int, end: int, is_end: bool) -> list[str]:
-        """Return the text that the output ids [start, end) add: one piece per id if steps are requested, else one."""
+        """Return the text that output ids [start, end) add: one piece per id if steps are shown, else one piece."""
         ids = self.choice.sequence.output_ids[start:end]
         groups = [ids] if self._steps is None else [[token] for token in ids] or [[]]
         # No stop string ends before the last id.
@@ -400,8 +416,9 @@ class ChoiceChunks:
     def _beginning(self) -> Iterator[Chunk]:
         """Yield the first chunk: the role of a chat message, or an echoed prompt.
 
-        With tools the content is null until there is some: clients that add up the deltas of a call
-        alone get null, which is its content in a response that is not streamed.
+        With tools, the content of the first chunk is null. If the answer has tool calls alone,
+        clients that add up its deltas then get null, which is its content in a response that is not
+        streamed.
         """
         if (options := self._answers.reader.chat_options) is not None:
             yield self._chat_chunk(
@@ -412,11 +429,12 @@ class ChoiceChunks:
             yield self._text_chunk(self.choice.prompt.text, {}, tokens, None)
 
     def _chunks(self, texts: list[str], start: int, end: int, is_end: bool) -> Iterator[Chunk]:
-        """Yield the chunks of a stream that show the output ids [start, end); none if they add nothing to show.
+        """Yield the chunks that show the output ids [start, end); none if there is nothing to show.
 
         Args:
-            texts: text that these ids add: one piece an id if steps are requested, else one in all.
-            is_end: whether the choice ends here. Then the last chunk has the finish reason.
+            texts: text that these ids add: one piece per id if steps are shown, else one piece.
+            start, end: range of output ids.
+            is_end: whether the choice ends here. The last chunk then has the finish reason.
         """
         piece = "".join(texts)
         reason = self.choice.finish_reason if is_end else None
@@ -438,7 +456,7 @@ class ChoiceChunks:
             yield self._chat_chunk(last, details, tokens, self._deltas.finish_reason(reason))
 
     def _details(self, texts: list[str], start: int, end: int, is_end: bool) -> ChunkDetails:
-        """Return what the client asks for besides the text of the output ids [start, end)."""
+        """Return the requested details of the output ids [start, end): ids, steps and scores."""
         details: ChunkDetails = {}
         if self._answers.has_token_ids:
             details["token_ids"] = self.choice.sequence.output_ids[start:end]
@@ -487,7 +505,7 @@ class ChoiceChunks:
 
 
 class MessageDeltas:
-    """The deltas of a streamed chat message, made from its text as it grows, piece by piece."""
+    """Turns the growing text of a streamed chat message into deltas."""
 
     def __init__(self, answers: RequestAnswers, choice: Choice):
         self._parser = answers.reader.parser(choice.sequence.prompt_ids)
@@ -498,7 +516,12 @@ class MessageDeltas:
         self._calls: set[int] = set()
 
     def of(self, piece: str, is_end: bool) -> list[Delta]:
-        """Return the deltas that a piece of text adds. is_end says that it is the last piece."""
+        """Return the deltas that a piece of text adds.
+
+        Args:
+            piece: text to add.
+            is_end: whether the piece is the last one.
+        """
         if self._parser is None:
             return [{"content": piece}] if piece else []
         events = self._parser.feed(piece) + (self._parser.end() if is_end else [])
@@ -510,7 +533,8 @@ class MessageDeltas:
     def _delta(self, event: ChatEvent) -> Delta:
         """Return the delta of a parser's event; empty if the event adds nothing.
 
-        A broken event says that a call whose beginning was sent is none. Its text follows as content.
+        The event "broken" takes back a call whose beginning was sent. The text of the call follows
+        as content.
         """
         if event.kind == "content":
             return {"content": event.text}
@@ -540,7 +564,11 @@ class Steps:
         self._num_read = 0
 
     def next(self, texts: list[str]) -> list[Step]:
-        """Return the next output ids, one per text, grouped by step. The engine must have produced them."""
+        """Return the steps of the next output ids, which the engine must have produced.
+
+        Args:
+            texts: text of each of these output ids.
+        """
         start, self._num_read = self._num_read, self._num_read + len(texts)
         ids = self._sequence.output_ids[start : self._num_read]
         tokens = list(zip(ids, texts, self._origins, strict=False))
@@ -553,7 +581,10 @@ class Steps:
         return steps
 
     def _step(self, number: int, tokens: list[StepToken]) -> Step:
-        """Return a step with the candidates that it verified and accepted, before any cut at the output's end."""
+        """Return a step with the numbers of candidates that it verified and accepted.
+
+        The numbers include candidates that were cut off at the end of the output.
+        """
         stats = stats_of(self._sequence)
         return {
             "step": number,
@@ -564,7 +595,10 @@ class Steps:
 
 
 def _origins(sequence: Sequence) -> Iterator[tuple[int, int]]:
-    """Yield each token's step and its depth in that step's draft, each to be requested once its token is there."""
+    """Yield the step that made each output token, and the token's depth in that step's draft.
+
+    Request a pair only when its token exists.
+    """
     yield 0, 0
     for step in count(1):
         for depth in range(1, stats_of(sequence).per_step_accepted[step - 1] + 1):

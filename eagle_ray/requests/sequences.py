@@ -1,7 +1,7 @@
 """Turn a request into engine sequences, one per sample: prompt ids, sampling parameters and seeds.
 
-Seeds depend only on the run's seed, the request's id and the sample index, so neither order nor
-batching nor resuming changes what is sampled.
+A seed depends only on the run's seed, the request's id and the sample's index. So neither the order
+of requests, nor batching, nor a resumed run changes what is sampled.
 
     sequences_of(request, config, tokenizer)      # [Sequence(request_id='q1', prompt_ids=[1, 17, 4], ...)]
 """
@@ -37,7 +37,15 @@ MAX_BAD_WORDS_CHARS = 1 << 16  # characters of all words together, each of which
 
 @dataclass(frozen=True, slots=True)
 class SequenceMaker:
-    """Makes the sequences of one request, and holds what they share."""
+    """Makes the sequences of one request, which share these parts.
+
+    Attributes:
+        tokenizer: tokenizer of the target, set up for the chat options.
+        text_options: settings of detokenization.
+        bad_word_ids: token ids of words that must not occur.
+        grammar: grammar of the output; None without one.
+        reasoning: markers of a reasoning of limited length; None without a limit.
+    """
 
     tokenizer: Tokenizer
     text_options: TextOptions
@@ -53,11 +61,13 @@ class SequenceMaker:
         tokenizer: Tokenizer,
         prompt_ids: list[int],
     ) -> SequenceMaker:
-        """Raises RequestError if the request cannot be answered.
+        """Return the maker of a request's sequences. Raises RequestError if the request cannot be answered.
 
         Args:
-            chat_options: chat options of an answer to messages; None for other prompts.
-            prompt_ids: prompt ids of the request's first prompt.
+            sampling: parameters of the request.
+            chat_options: options of an answer to messages; None for other prompts.
+            tokenizer: tokenizer of the target.
+            prompt_ids: token ids of the request's first prompt.
         """
         tokenizer = tokenizer.for_chat(chat_options)
         bad_word_ids = bad_word_ids_of(sampling.bad_words, tokenizer)
@@ -95,14 +105,17 @@ def sequences_of(
     n: int | None = None,
     max_model_len: int | None = None,
 ) -> list[Sequence]:
-    """Return the first n samples (None: all), in order. Raises RequestError if the request cannot be answered.
+    """Return the first samples of a request, in order. Raises RequestError if it cannot be answered.
 
     A document that is scored has a sequence for each of its windows.
 
     Args:
-        tokenizer: the target's; without one, only prompt_token_ids without `stop` and `bad_words`
-            can be answered.
-        max_model_len: tokens of a window over a document; None for one window over all of it.
+        request: request to answer.
+        config: settings of the job.
+        tokenizer: tokenizer of the target. Without one, a request must have prompt_token_ids and
+            neither `stop` nor `bad_words`.
+        n: number of samples; None for all.
+        max_model_len: tokens of a document's window; None for a single window.
     """
     samples = range(request.num_samples(config) if n is None else n)
     return samples_of(request, config, tokenizer, samples, max_model_len)
@@ -111,7 +124,7 @@ def sequences_of(
 def sequence_of(
     request: Request, config: RowSettings, tokenizer: Tokenizer | None, sample_index: int
 ) -> Sequence:
-    """Return one sample. Raises as sequences_of does."""
+    """Return one sample of a request. Raises RequestError if it cannot be answered."""
     [sequence] = samples_of(request, config, tokenizer, [sample_index])
     return sequence
 
@@ -123,7 +136,10 @@ def samples_of(
     samples: Iterable[int],
     max_model_len: int | None = None,
 ) -> list[Sequence]:
-    """Return these samples, in order; a prompt that is scored has one. Raises as sequences_of does."""
+    """Return these samples of a request, in order. Raises RequestError if it cannot be answered.
+
+    A prompt that is scored has one sequence, a document one per window.
+    """
     request.check()
     tokenizer = tokenizer or NullTokenizer()
     chat_options = request.chat_options(config)
@@ -185,7 +201,7 @@ def _scored_sequence(
     prompt_ids: list[int],
     prompt_text: str | None,
 ) -> Sequence:
-    """Return the sequence of a prompt that is scored with its continuations, and generates nothing."""
+    """Return the sequence of a prompt that is scored with its continuations and generates nothing."""
     scores = ContinuationScores([])
     if sampling.continuations is not None:
         is_text = request.prompt is not None and not request.is_rendered
@@ -222,7 +238,7 @@ def _scored_sequence_of(
 
 
 def _score_choices(sequences: list[Sequence], request: Request, tokenizer: Tokenizer) -> None:
-    """Let a request's samples score its choices, unless they come only after their reasoning."""
+    """Let a request's samples score its choices, unless the choices follow reasoning."""
     if not sequences:
         return
     first = sequences[0]
@@ -236,7 +252,7 @@ def _score_choices(sequences: list[Sequence], request: Request, tokenizer: Token
 
 
 def begins_with_choice(sequence: Sequence) -> bool:
-    """Return whether an output is one of its choices from its beginning on, and not only after its reasoning."""
+    """Return whether an output begins with one of its choices, and not with reasoning."""
     spec = sequence.grammar_spec
     return spec is not None and spec.kind == "choice" and spec.after is None
 
@@ -253,7 +269,7 @@ def _choices_behind(
 
 
 def bad_word_ids_of(words: list[str], tokenizer: Tokenizer) -> WordIds:
-    """Return the token ids of bad words. Raises RequestError without a tokenizer, and for too many words."""
+    """Return the token ids of bad words. Raises RequestError without a tokenizer, or for too many characters."""
     if (num_chars := sum(map(len, words))) > MAX_BAD_WORDS_CHARS:
         limit = f"must be at most {MAX_BAD_WORDS_CHARS} characters together"
         message = f"bad_words: {limit}, got {num_chars}. Leave some out"
@@ -267,13 +283,16 @@ def answer_grammar(
     tokenizer: Tokenizer,
     prompt_ids: list[int],
 ) -> GrammarSpec | None:
-    """Return the grammar of an answer, from its tools or its sampling parameters, or None.
+    """Return the grammar of an answer, from its tools or its sampling parameters; None without one.
 
-    The grammar begins after the answer's reasoning. Raises RequestError if both say what the answer
-    must be.
+    If the answer begins with reasoning, the grammar begins after it. Raises RequestError if both
+    tools and sampling parameters set a grammar.
 
     Args:
+        sampling: parameters of the request.
         options: options of an answer to messages; None for other prompts.
+        tokenizer: tokenizer of the target.
+        prompt_ids: token ids of the prompt.
     """
     spec = GrammarSpec.of(sampling)
     if options is None:
@@ -302,12 +321,15 @@ def bounded_reasoning(
     tokenizer: Tokenizer,
     prompt_ids: list[int],
 ) -> ReasoningIds | None:
-    """Return the markers of the reasoning that thinking_budget limits, or None without a limit.
+    """Return the markers of the reasoning that thinking_budget limits; None without a limit.
 
-    Raises RequestError if it is not known what of the output is reasoning.
+    Raises RequestError if the target's reasoning cannot be told from its answer.
 
     Args:
+        sampling: parameters of the request.
         options: options of an answer to messages; None for other prompts.
+        tokenizer: tokenizer of the target.
+        prompt_ids: token ids of the prompt.
     """
     if sampling.thinking_budget is None:
         return None
@@ -326,7 +348,7 @@ def bounded_reasoning(
 
 
 def _spellings(marker: str, tokenizer: Tokenizer) -> WordIds:
-    """Return the token ids of a marker alone, then with white space before and after it."""
+    """Return the token ids of a marker by itself, then with white space before and after it."""
     texts = [
         f"{before}{marker}{after}"
         for before in ("", " ", "\n", "\n\n")
@@ -338,7 +360,7 @@ def _spellings(marker: str, tokenizer: Tokenizer) -> WordIds:
 
 
 def text_options(sampling: SamplingSettings) -> TextOptions:
-    """Return how output ids become text."""
+    """Return the settings by which output ids become text."""
     return TextOptions(
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
@@ -351,14 +373,17 @@ def text_options(sampling: SamplingSettings) -> TextOptions:
 def read_prompt(
     request: Request, tokenizer: Tokenizer, options: ChatOptions, is_document: bool = False
 ) -> tuple[list[int], str | None]:
-    """Return a prompt's token ids and its text. Messages are rendered by the chat template; ids have no text.
+    """Return the token ids of a prompt, and its text; None as the text of a prompt of token ids.
 
-    Messages are rendered here and nowhere else, since a template may read the clock: what is stored
-    is what was read.
+    The chat template renders messages only here. A template may read the clock, so the text that is
+    stored must be the text that was read.
 
     Args:
-        is_document: the prompt may be longer than the model's length, and messages end without the
-            beginning of an answer.
+        request: request, at the turn to be answered.
+        tokenizer: tokenizer of the target.
+        options: chat options in force.
+        is_document: whether the prompt is scored as a document. It may be longer than the model's
+            length, and its messages end without the beginning of an answer.
     """
     if request.prompt_token_ids is not None:
         return request.prompt_token_ids, None

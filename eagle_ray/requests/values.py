@@ -1,8 +1,8 @@
-"""Kinds of parameter values: what a value must be, its plain form, and its types in JSON and in Arrow.
+"""Kinds of parameter values: which values are valid, their plain form, and their types in JSON and Arrow.
 
-A kind's `form` completes the sentence "must be ...". `check` returns the plain value of a right one
-and raises WrongValue, with the place within the value, for a wrong one. Values are strict: "3" is
-not 3, and true is not 1.
+A kind's `form` completes the sentence "must be ...". `check` returns the plain form of a valid
+value. For an invalid value it raises WrongValue, which locates the wrong part. Checks are strict:
+"3" is not 3, and true is not 1.
 
     >>> Number(0, 1, form="a number between 0 and 1").check(1)
     1.0
@@ -39,7 +39,7 @@ JSON_TEXT: Json = {"type": "string", "contentMediaType": "application/json"}
 
 
 class Api(Enum):
-    """Where a request comes in."""
+    """The interface by which a request arrives."""
 
     JOB = "a job's configuration and rows"
     CHAT = "/v1/chat/completions"
@@ -60,17 +60,17 @@ EVERYWHERE = HTTP | {Api.JOB, Api.PYTHON}
 
 
 class WrongValue(ValueError):
-    """A value is not of its kind.
+    """The error of a value that is not of its kind.
 
     Attributes:
-        form: what it must be.
-        value: the wrong part of it.
-        steps: keys and indices that lead to that part; none for the whole value.
-        reason: what a reader of JSON, a schema or a text found, if there is one.
-        needs_text: the wrong part would have to be a text and is none.
-        problem: what is wrong with that part, to stand behind its place, if that says more than the
-            form.
-        is_unsupported: it asks for what this system does not do.
+        form: description of valid values.
+        value: wrong part of the value.
+        steps: keys and indices that lead to the wrong part; empty for the whole value.
+        reason: message of a parser of JSON, schemas or text; None without one.
+        needs_text: whether the wrong part must be a text and is not.
+        problem: text that follows the wrong part's place in a message; None if the form says
+            enough.
+        is_unsupported: whether the value asks for something that this system does not support.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class WrongValue(ValueError):
 
     @property
     def why(self) -> str:
-        """Return the reason in brackets, to stand behind the value; empty without one."""
+        """Return the reason in brackets, for the end of a message; empty without a reason."""
         return "" if self.reason is None else f" ({self.reason})"
 
 
 @dataclass(frozen=True)
 class Kind(ABC):
-    """A kind of value.
+    """The kind of a value.
 
     Attributes:
-        form: what a value must be.
-        arrow: the type of its column, as `row_schema` names it.
+        form: description of valid values.
+        arrow: type of a column of such values, by its name in `row_schema`.
     """
 
     form: str = field(default="", kw_only=True)
@@ -101,7 +101,7 @@ class Kind(ABC):
 
     @abstractmethod
     def check(self, value: Any) -> Any:
-        """Return the plain value. Raises WrongValue."""
+        """Return the plain form of a value. Raises WrongValue."""
 
     @abstractmethod
     def schema(self) -> Json:
@@ -109,7 +109,7 @@ class Kind(ABC):
 
     @property
     def nothings(self) -> tuple[Any, ...]:
-        """Return the values that ask for nothing, besides null, where a parameter may be absent."""
+        """Return the values that count as absent, besides null, if the parameter may be absent."""
         return ()
 
     def is_nothing(self, value: Any) -> bool:
@@ -118,25 +118,33 @@ class Kind(ABC):
         )
 
     def of_column(self, value: Any) -> Any:
-        """Return a value of a column, which is not null, as `check` takes it. Raises HalfSurrogate."""
+        """Convert a column's value, which is not null, to one that `check` accepts. Raises HalfSurrogate."""
         return whole_number(value)
 
     def with_form(self, form: str) -> Kind:
-        """Return this kind with another form."""
+        """Return this kind with another description of valid values."""
         return replace(self, **{"form": form})
 
     def wrong(self, value: Any, *steps: str | int, limit: int | None = None) -> WrongValue:
-        """Return the error of a value, or of the part of it at these steps.
+        """Return the error of a value, or of its part at these steps.
 
         Args:
-            limit: the bound that it exceeds.
+            value: wrong value or part.
+            steps: keys and indices that lead to the part.
+            limit: bound that the value exceeds; None without one.
         """
         return WrongValue(
             self.form if limit is None else f"{self.form}, at most {limit}", value, steps
         )
 
     def part(self, kind: Kind, value: Any, *steps: str | int) -> Any:
-        """Return the plain value of a part at these steps. Its error has this kind's form."""
+        """Return the plain form of a part at these steps. An error has this kind's form.
+
+        Args:
+            kind: kind of the part.
+            value: value of the part.
+            steps: keys and indices that lead to the part.
+        """
         try:
             return kind.check(value)
         except WrongValue as error:
@@ -144,7 +152,7 @@ class Kind(ABC):
 
 
 def whole_number(value: Any) -> Any:
-    """Return 3.0 as 3: a Parquet column of integers with nulls often arrives as floats."""
+    """Return 3.0 as 3. A Parquet column of integers with nulls is often read as floats."""
     return (
         int(value)
         if isinstance(value, float) and abs(value) < 2**64 and value.is_integer()
@@ -153,7 +161,7 @@ def whole_number(value: Any) -> Any:
 
 
 def whole_numbers(value: Any) -> Any:
-    """Return a list with its numbers as whole_number has them, or another value so."""
+    """Apply `whole_number` to a value, or to each item of a list."""
     return (
         [whole_number(item) for item in value] if isinstance(value, list) else whole_number(value)
     )
@@ -167,9 +175,9 @@ def list_schema(item: Json, min_items: int = 0, max_items: int | None = None) ->
 
 
 def parsed_if_json(value: Any) -> Any:
-    """Return the value of a JSON text, as CSV files have lists and objects; any other value unchanged.
+    """Return the value of a JSON text; any other value unchanged. CSV files have lists and objects as JSON.
 
-    Raises HalfSurrogate for half a surrogate pair in it.
+    Raises HalfSurrogate for an unpaired surrogate.
     """
     if not isinstance(value, str):
         return value
@@ -194,7 +202,9 @@ class Number(Kind):
     """A number in a closed interval.
 
     Attributes:
-        is_above: whether the value must be above `low`.
+        low: lower bound.
+        high: upper bound.
+        is_above: whether the value must differ from the lower bound.
     """
 
     low: float
@@ -218,11 +228,11 @@ class Integer(Kind):
     """An integer.
 
     Attributes:
-        low: its least value; None for any integer.
-        high: a bound that the form names.
-        off: another value that is `low`.
-        max_integer: a bound that an error adds to the form.
-        takes_false: false asks for nothing.
+        low: lower bound; None if every integer is valid.
+        high: upper bound that the form states; None without one.
+        off: value that means `low`; None without one.
+        max_integer: upper bound that the form does not state; its error adds it.
+        takes_false: whether false counts as absent.
     """
 
     low: int | None
@@ -263,7 +273,7 @@ class Boolean(Kind):
     """True or false.
 
     Attributes:
-        is_off: whether false alone is accepted: a client may switch it off and not on.
+        is_off: whether only false is valid.
     """
 
     form: str = field(default="true or false", kw_only=True)
@@ -284,9 +294,9 @@ class Text(Kind):
     """A text that is not empty.
 
     Attributes:
-        max_chars: None for no limit.
-        can_be_empty: an empty text is one, too.
-        known: the one text that has a meaning, in the schema.
+        max_chars: maximum number of characters; None for no limit.
+        can_be_empty: whether an empty text is valid, too.
+        known: only text with a meaning, for the JSON schema; None for any text.
     """
 
     max_chars: int | None = None
@@ -318,10 +328,13 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class Texts(Kind):
-    """A list of texts, none of them empty; one text is a list of one.
+    """A list of texts that are not empty.
 
     Attributes:
-        takes_one: whether a text alone is taken.
+        min_items: minimum number of texts.
+        max_items: maximum number of texts; None for no limit.
+        max_chars: maximum number of characters of a text; None for no limit.
+        takes_one: whether a text by itself stands for a list of one.
     """
 
     min_items: int = 0
@@ -352,7 +365,7 @@ class Texts(Kind):
         return texts
 
     def of_column(self, value: Any) -> Any:
-        """Return a list of texts. A text alone is one of it, unless it is a JSON list of texts."""
+        """Convert a column's value. A text by itself is one item, unless it is a JSON list of texts."""
         if isinstance(value, str):
             parsed = parsed_if_json(value)
             is_list = (
@@ -371,6 +384,13 @@ class Texts(Kind):
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
+    """A list of token ids.
+
+    Attributes:
+        min_items: minimum number of ids.
+        max_items: maximum number of ids; None for no limit.
+    """
+
     min_items: int = 0
     max_items: int | None = None
     arrow = "list<int64>"
@@ -403,13 +423,17 @@ class TokenIds(Kind):
 
 
 def _is_pair(value: Any) -> bool:
-    """Return whether a value is a pair of two items, the first of which is a token id, as a number or a text."""
+    """Return whether a value is a pair that begins with a token id, as a number or a text."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], (int, str))
 
 
 @dataclass(frozen=True)
 class LogitBias(Kind):
-    """Numbers by token id. JSON has texts, such as "17", for token ids."""
+    """Biases by token id. In JSON, token ids are texts such as "17".
+
+    Attributes:
+        max_bias: largest absolute value of a bias.
+    """
 
     max_bias: float
     arrow = "map<int64, float64>"
@@ -434,9 +458,10 @@ class LogitBias(Kind):
         return checked
 
     def of_column(self, value: Any) -> Any:
-        """Return the biases by token. Arrow has a map as pairs, and a struct's null for a token of other rows.
+        """Return the biases by token id.
 
-        What is written of Arrow's rows as JSON has lists of two for pairs.
+        Arrow stores a map as pairs, and a struct with a null for each token that only other rows
+        have. JSON that was written from Arrow has lists of two for pairs.
         """
         value = parsed_if_json(value)
         if (
@@ -463,11 +488,14 @@ class LogitBias(Kind):
 
 @dataclass(frozen=True)
 class JsonText(Kind):
-    """An object, or the JSON text of one. It is kept as text, whose order of keys is that of the output."""
+    """An object, or the JSON text of one. It is kept as text, since the order of keys is the output's order."""
 
     @abstractmethod
     def text_of(self, value: Any) -> Any:
-        """Return the JSON text of a value. Raises ValueError; one of the JSON itself is a WrongValue's reason."""
+        """Return the JSON text of a value. Raises ValueError.
+
+        If the text is not JSON, the error's message becomes the reason of the WrongValue.
+        """
 
     def check(self, value: Any) -> str:
         try:
@@ -529,10 +557,12 @@ class ResponseFormat(JsonText):
 
 @dataclass(frozen=True)
 class Checked(Kind):
-    """A value of several parts.
+    """A value that a function checks.
 
     Attributes:
-        function: checks it, and raises ValueError that begins with the wrong part's place.
+        function: returns the plain form of a value, or raises ValueError that begins with the wrong
+            part's place.
+        json: JSON schema of a value.
     """
 
     function: Callable[[Any], Any] = lambda value: value
@@ -546,7 +576,7 @@ class Checked(Kind):
 
 
 def object_schema(**properties: Json) -> Json:
-    """Return the JSON schema of an object that must have those of the properties whose schema is not empty."""
+    """Return the JSON schema of an object. A property is required if its schema is not empty."""
     required = [name for name, schema in properties.items() if schema]
     others = {"type": "null"}
     return {
@@ -564,7 +594,7 @@ def _format_schema(format_type: str, **properties: Json) -> Json:
 
 @dataclass(frozen=True)
 class CallArguments(Kind):
-    """Arguments of a tool call as a text. Text that is not JSON of an object is left to the chat template."""
+    """The arguments of a tool call, as text. The chat template gets a text that is no JSON object unchanged."""
 
     def check(self, value: Any) -> str:
         text: str = Text(form=self.form, can_be_empty=True).check(value)
@@ -596,7 +626,7 @@ class OneOf(Kind):
 
 @dataclass(frozen=True)
 class Metadata(Kind):
-    """A few texts by name."""
+    """A mapping of texts to texts, limited in size."""
 
     max_pairs: int
     max_key_chars: int
@@ -625,10 +655,13 @@ class Metadata(Kind):
 
 @dataclass(frozen=True)
 class Either(Kind):
-    """A value of the first of these kinds that it fits. The error of a value that fits none has the whole value.
+    """A value that is valid for one of several kinds. The first kind that accepts it is used.
+
+    If no kind accepts a value, the error shows the whole value.
 
     Attributes:
-        empties: values that ask for nothing.
+        kinds: kinds to try, in order.
+        empties: values that count as absent.
     """
 
     kinds: tuple[Kind, ...]
@@ -653,7 +686,12 @@ class Either(Kind):
 
 @dataclass(frozen=True)
 class ListOf(Kind):
-    """A list of values of a kind, whose errors have this kind's form."""
+    """A list of values of one kind. Errors of its items have the list's form.
+
+    Attributes:
+        item: kind of an item.
+        min_items: minimum number of items.
+    """
 
     item: Kind
     min_items: int = 0
@@ -676,7 +714,7 @@ class ListOf(Kind):
 
 @dataclass(frozen=True)
 class Continuations(Kind):
-    """A list whose items are texts or lists of token ids. A column has it as a list, or as JSON text."""
+    """A list whose items are texts or lists of token ids. A column may hold it as JSON text."""
 
     def check(self, value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:
@@ -704,10 +742,10 @@ class Continuations(Kind):
 
 @dataclass(frozen=True)
 class AnyObject(Kind):
-    """An object of any keys.
+    """An object with any keys.
 
     Attributes:
-        is_empty: whether none of its keys has a meaning.
+        is_empty: whether only nulls may be values, because no key has a meaning.
     """
 
     is_empty: bool = False
@@ -726,15 +764,15 @@ class AnyObject(Kind):
 
 @dataclass(frozen=True)
 class Object(Kind):
-    """An object of these keys; a null is not given. Errors of its values have its own form.
+    """An object with given keys. A key that is null is absent. Errors of its values have the object's form.
 
     Attributes:
-        name: name of its schema.
-        keys: the kinds of its values.
-        required: keys that must be there.
-        defaults: defaults of other keys, if not null.
-        is_open: whether other keys are kept as they are.
-        about: what it is.
+        name: name of its JSON schema.
+        keys: kinds of the values, by key.
+        required: keys that must be present.
+        defaults: defaults of the other keys, where they are not null.
+        is_open: whether further keys are valid and kept unchanged.
+        about: description for the OpenAPI document.
     """
 
     name: str
@@ -765,13 +803,14 @@ class Object(Kind):
 
 
 def plain_value(value: Any, opened: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Return numbers and arrays of NumPy and torch, tuples and sets as Python's numbers and lists, at any depth.
+    """Convert values of NumPy, torch and pandas, tuples and sets to Python's numbers and lists, at any depth.
 
-    What pandas has for a missing value, which compares with nothing, is None.
+    A missing value of pandas becomes None.
 
     Args:
-        opened: returns the parts of other objects; it is called for every value before anything
-            else.
+        value: value to convert.
+        opened: function that returns the parts of further types of objects. It is called first, for
+            every value.
     """
     value = opened(value)
     if type(value).__name__ in PANDAS_NULLS:
@@ -787,18 +826,20 @@ def plain_value(value: Any, opened: Callable[[Any], Any] = lambda value: value) 
 
 
 def _plain_key(key: Any) -> Any:
-    """Return a key's plain value; a tuple or a set as it is, since a list is no key."""
+    """Return the plain form of a key. A tuple or a set stays, since a list cannot be a key."""
     return key if isinstance(key, tuple | frozenset) else plain_value(key)
 
 
 def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -> str:
     """Return the JSON text of a row's value.
 
-    Raises RequestError for a key that is no text, as maps of Parquet files and dictionaries of
+    Raises RequestError for a key that is not a text, as maps of Parquet files and dictionaries of
     Python may have, and for bytes that scalar_text cannot write.
 
     Args:
-        scalar_text: writes what JSON lacks, such as dates.
+        where: place of the value, with which an error begins.
+        value: value to write.
+        scalar_text: function that returns the text of a value that JSON lacks, such as a date.
     """
     try:
         return dump_json(value, ensure_ascii=False, default=scalar_text)
@@ -813,23 +854,25 @@ def json_text(where: str, value: Any, scalar_text: Callable[[Any], str] = str) -
 
 
 def json_error(where: str, error: ValueError) -> RequestError:
-    """Return the error of a text or a value that the reader of JSON refuses, or of a text that is not JSON."""
+    """Return the RequestError for an error of the JSON parser."""
     return RequestError(
         "bad_encoding" if isinstance(error, HalfSurrogate) else "bad_json", f"{where}: {error}"
     )
 
 
 def describe_value(value: Any) -> str:
-    """Return a value and its type, short enough for a message."""
+    """Return a value and its type, shortened for a message."""
     text = repr(value[:61] if isinstance(value, str) else value)
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
 
 
 def describe_wrong(name: str, value: Any, error: WrongValue) -> str:
-    """Return a wrong value, shortened, and which of its parts is wrong, if it has several.
+    """Return a shortened value. If it has several parts, the text says which of them is wrong.
 
     Args:
-        name: the parameter that has the value.
+        name: name of the parameter.
+        value: whole value.
+        error: error that locates the wrong part.
     """
     shown = reprlib.repr(value)
     has_parts = isinstance(value, list | tuple | dict) and len(value) > 1
@@ -839,7 +882,7 @@ def describe_wrong(name: str, value: Any, error: WrongValue) -> str:
 
 
 def checked(name: str, kind: Kind, value: Any) -> Any:
-    """Return the plain value of a parameter of a body. Raises RequestError with the place of what is wrong."""
+    """Return the plain form of a parameter's value in a body. Raises RequestError that locates the fault."""
     try:
         return kind.check(value)
     except WrongValue as error:
