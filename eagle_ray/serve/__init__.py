@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's protocol over one engine, many replicas of it through Ray Serve."""
+"""The HTTP API: OpenAI's protocol over one engine, or over several replicas of it through Ray Serve."""

@@ -1,18 +1,18 @@
-"""Access to the endpoint: API keys, allowed host names, and the addresses that replicas listen on.
+"""Restrict access to the endpoint: API keys, allowed host names, and addresses that replicas listen on.
 
-API keys are read from a file and the environment, kept as salted digests, and compared in constant
-time. The command that starts the endpoint reads them. Replicas get the digests alone, so that a key
-stands in no command line, log, deployment or process of Ray.
+API keys are read from a file and from the environment, stored as salted digests, and compared in
+constant time. The command that starts the endpoint reads them. Replicas get only the digests, so no
+command line, log, deployment or process of Ray contains a key.
 
     >>> keys = ApiKeys.of(["one", "two"])
     >>> keys.find(b"two")
     1
 
-Ray 2.60 opens a gRPC server on [::]:0 in each replica, next to the actor calls that carry the
-requests, and unpickles what it receives, so a client that reaches the port can run code there. A
-deployment class that derives from ``AtNodeAddress`` moves the server to the node's address
-(127.0.0.1 if Ray runs on one machine), where Serve looks for it. If a later Ray opens the port in
-another way, the first health check finds it and Serve ends the replica.
+Ray 2.60 opens a gRPC server on [::]:0 in each replica, besides the actor calls that carry the
+requests. It unpickles what it receives, so a client that reaches the port can run code in the
+replica. A deployment class that derives from ``AtNodeAddress`` moves the server to the node's
+address (127.0.0.1 if Ray runs on one machine), where Serve looks for it. If a later version of Ray
+opens the port differently, the first health check finds the open port and Serve ends the replica.
 
     class Replica(AtNodeAddress): ...
 
@@ -46,16 +46,17 @@ PRIVATE_DOMAINS = ("localhost", "local", "internal")  # top-level names that can
 
 
 class AllowedHosts:
-    """The names by which clients may call an endpoint that has no keys.
+    """Host names by which clients may call an endpoint without keys.
 
-    A web page of a stranger can let its own name stand for this machine's address (DNS rebinding).
-    Its browser then takes the endpoint for a part of the page, and names the page's host in each
+    A hostile web page can let its own name resolve to this machine's address (DNS rebinding). The
+    browser then treats the endpoint as a part of the page, and sends the page's host name in each
     request.
 
     Args:
-        address: where the endpoint listens. On a loopback address only loopback names are allowed;
-            elsewhere also IP addresses and names that cannot be registered.
-        names: further ones.
+        address: address that the endpoint listens on. On a loopback address, only loopback names
+            are allowed. Otherwise IP addresses and names that cannot be registered are allowed,
+            too.
+        names: further allowed names.
 
     >>> "127.0.0.1:8000" in AllowedHosts("127.0.0.1"), "evil.example:8000" in AllowedHosts("127.0.0.1")
     (True, False)
@@ -66,10 +67,10 @@ class AllowedHosts:
         self._is_on_loopback = is_loopback(address)
 
     def __contains__(self, host: str) -> bool:
-        """Return whether a request's Host header is allowed.
+        """Return whether the value of a request's Host header is allowed.
 
         Args:
-            host: its value, with or without a port.
+            host: value of the header, with or without a port.
         """
         name = _host_name(host)
         if name in self._names or is_loopback(name):
@@ -82,7 +83,7 @@ class AllowedHosts:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a name or an address is this machine's alone."""
+    """Return whether a host name or address is reachable from this machine alone."""
     return ipaddress.ip_address(host).is_loopback if _is_address(host) else host == "localhost"
 
 
@@ -104,17 +105,18 @@ def _host_name(host: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """Digests of the keys. A client is known by its key's index; without keys every client is number 0."""
+    """Digests of the API keys. A client's number is the index of its key; without keys it is 0."""
 
     salt: bytes = b""
     digests: tuple[bytes, ...] = ()
 
     @classmethod
     def of(cls, keys: Iterable[str], salt: bytes | None = None) -> ApiKeys:
-        """Digest each key once, in order.
+        """Return the digests of keys, in order and without duplicates.
 
         Args:
-            salt: a salt that is kept, if owners are to be the same at the next start.
+            keys: keys in plain text.
+            salt: salt of an earlier start, so that owners keep their names; None for a new one.
         """
         salt = salt or secrets.token_bytes(16)
         return cls(salt, tuple(_digest(salt, key.encode()) for key in dict.fromkeys(keys)))
@@ -123,7 +125,7 @@ class ApiKeys:
         return len(self.digests)
 
     def owner(self, client: int) -> str:
-        """Return the name of a client's directory of files and batches. Without API keys there is one."""
+        """Return the name of a client's directory of files and batches. Without keys, all clients share one."""
         return (
             f"key-{hashlib.blake2b(self.digests[client], digest_size=16).hexdigest()}"
             if self.digests
@@ -131,12 +133,15 @@ class ApiKeys:
         )
 
     def client_of(self, owner: str) -> int | None:
-        """Return the index of the key with this owner, or None if its key is no longer accepted."""
+        """Return the number of the client with this owner name; None if its key is no longer accepted."""
         owners = [self.owner(client) for client in range(max(1, len(self)))]
         return owners.index(owner) if owner in owners else None
 
     def find(self, *spellings: bytes) -> int | None:
-        """Return the index of the key that is one of the spellings. Every key is compared, whichever one matches."""
+        """Return the number of the client whose key is one of the spellings; None if no key matches.
+
+        All keys are compared, also after a match, so that the time reveals nothing.
+        """
         index = None
         for spelling in spellings:
             given = _digest(self.salt, spelling)
@@ -149,13 +154,16 @@ class ApiKeys:
 def read_keys(
     path: str | None, env: MutableMapping[str, str] = os.environ, salt: bytes | None = None
 ) -> ApiKeys:
-    """Read the keys of the file and of EAGLE_RAY_API_KEYS, and remove the variable: child processes inherit the rest.
+    """Read the keys of a file and of EAGLE_RAY_API_KEYS, and delete the variable.
 
-    Raises ConfigError if a source is given and cannot be read, or holds no key: the endpoint must
-    not open by mistake.
+    Child processes inherit the environment, so the variable must not stay there. Raises ConfigError
+    if a source is given and cannot be read, or has no key: the endpoint must not start without keys
+    by mistake.
 
     Args:
-        salt: see ApiKeys.of.
+        path: file with one key per line; None for no file.
+        env: environment variables.
+        salt: salt of an earlier start; None for a new one.
     """
     keys = [] if path is None else _from_file(Path(path).expanduser())
     if ENV_NAME in env:
@@ -197,7 +205,7 @@ def _from_env(value: str) -> list[str]:
 
 
 def _check(key: str, where: str) -> None:
-    """Raise ConfigError, without the key, if no client could send it in a header."""
+    """Raise ConfigError if no client could send the key in a header. The message does not contain the key."""
     if not key.isprintable() or " " in key:
         raise ConfigError(f"{where} has a space or a control character in it. A key is one word.")
 
@@ -223,7 +231,11 @@ class Listener:
 
 
 def listeners(pids: Collection[int]) -> set[Listener]:
-    """Return the listeners of processes of this network namespace. Processes that have ended have none."""
+    """Return the sockets that processes listen on. Processes that have ended have none.
+
+    Args:
+        pids: processes in this network namespace.
+    """
     result = set()
     for pid in pids:
         with suppress(psutil.Error):
@@ -233,7 +245,7 @@ def listeners(pids: Collection[int]) -> set[Listener]:
 
 
 def _accepts(connection: Any) -> bool:
-    """Return whether a socket takes TCP connections, or is a UDP socket without a peer."""
+    """Return whether a socket accepts TCP connections, or is a UDP socket without a peer."""
     return (
         connection.status == psutil.CONN_LISTEN
         if connection.type == socket.SOCK_STREAM
@@ -256,10 +268,10 @@ GRPC_METHODS = ("add_insecure_port", "add_secure_port")
 
 
 class AtNodeAddress:
-    """Base of a deployment class whose process opens servers on its node's address and on loopback only.
+    """Base class of deployments whose process listens only on its node's address and on loopback.
 
-    Serve constructs it before it opens the replica's gRPC server, and checks its health before it
-    sends requests.
+    Serve constructs the object before it opens the replica's gRPC server, and checks its health
+    before it sends requests.
     """
 
     def __init__(self) -> None:
@@ -272,7 +284,7 @@ class AtNodeAddress:
         self._is_checked = False
 
     def check_health(self) -> None:
-        """Raise RuntimeError if Serve opened a port beyond the node's address."""
+        """Raise RuntimeError if a port is open on another address than the node's."""
         if self._is_checked:
             return
         opened = exposed(self._node_address) - self._of_ray_core
@@ -289,10 +301,10 @@ class AtNodeAddress:
 
 
 def bind_grpc_servers(node_address: str) -> None:
-    """Make each grpc.aio server that this process opens from now on listen on the node's address or on loopback.
+    """Let the grpc.aio servers that this process opens later listen on the node's address or on loopback.
 
-    If this grpcio has no such servers, they listen where Serve says, and `check_health` refuses
-    what is too much.
+    If this version of grpcio has no such servers, they listen where Serve opens them, and
+    `check_health` raises if that is too public.
     """
     # This is the base class of what grpc.aio.server() returns, and so of Serve's own servers.
     from grpc.aio import (
@@ -321,7 +333,7 @@ def _at_node(add_port: Callable[..., int], node_address: str) -> Callable[..., i
 
 
 def at_node_address(address: str, node_address: str) -> str:
-    """Return a gRPC address with its host replaced by the node's, unless it is reachable from this machine alone."""
+    """Return a gRPC address with the node's host. An address on loopback is returned unchanged."""
     if address.startswith("unix"):
         return address
     host, _, port = address.rpartition(":")
@@ -331,7 +343,7 @@ def at_node_address(address: str, node_address: str) -> str:
 
 
 def exposed(node_address: str) -> frozenset[Listener]:
-    """Return the TCP listeners of this process that are neither on loopback nor on the node's address."""
+    """Return this process's TCP listeners that are neither on loopback nor on the node's address."""
     return frozenset(
         listener
         for listener in listeners({os.getpid()})

@@ -1,21 +1,20 @@
-"""Admission: which requests a replica accepts, by the sequences and tokens that each needs, and their order.
+"""Decide which requests a replica accepts, and in which order clients get the engine's slots.
 
-A request needs a sequence for each prompt and choice, and for each sequence the tokens of its
-prompt and max_tokens. They are held until the request ends. A request that does not fit now is
-refused with 429, one that never fits with 400.
+A request needs one sequence per prompt and choice, and for each sequence the tokens of its prompt
+and max_tokens. These are reserved until the request ends. A request that does not fit now is
+refused with 429. A request that never fits is refused with 400.
 
     admission = Admission(Reservation(sequences=24, tokens=65_536))
     with admission.admit(Reservation(sequences=2, tokens=600)):
         ...
-    await idle_slots.wait(need)     # a line of a batch, which the caller admits at once
+    await idle_slots.wait(need)     # for a line of a batch, which the caller admits at once
 
-Sequences of clients with different API keys take turns. The engine serves in order of arrival, so
-it gets only as many sequences as it has slots; the others wait in a FairQueue, in one queue per
-client. The client that was served the fewest tokens is next. A sequence may run for a minute and
-keeps its slot, so a part of the slots is kept for clients that have none. This is the virtual token
-counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence
-runs, its prompt and max_tokens are reserved; when it ends, its client is charged with the tokens
-that it used.
+Clients with different API keys take turns. The engine serves in order of arrival, so it gets only
+as many sequences as it has slots. The others wait in a FairQueue, which has one queue per client.
+The next slot goes to the client that was served the fewest tokens. A sequence may keep its slot for
+a minute, so some slots are reserved for clients that have none. This is the virtual token counter
+of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). While a sequence runs, its
+prompt and max_tokens count as served. When it ends, the tokens that it used count instead.
 
     queue = FairQueue(num_clients=2, max_turns=4, num_reserved=1)
     async with queue.turn(client=1, tokens=300) as turn:
@@ -42,16 +41,17 @@ RESERVED_PART = 8  # one slot of eight, at least one of several, is kept free; s
 
 
 def num_reserved(num_slots: int) -> int:
-    """Return how many slots are kept free.
+    """Return the number of slots that are kept free for HTTP requests and for clients without a slot.
 
-    Lines of batches leave them to HTTP requests. Clients that hold slots leave them to clients that hold none.
+    Args:
+        num_slots: slots of the engine.
     """
     return max(1, num_slots // RESERVED_PART) if num_slots > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Sequences and tokens that requests need."""
+    """Numbers of sequences and tokens that requests need."""
 
     sequences: int = 0
     tokens: int = 0
@@ -74,14 +74,13 @@ def _with_noun(number: int, noun: str) -> str:
 
 
 class Admission:
-    """Counts what is in flight in one replica. Use it on one event loop.
+    """Counts the sequences and tokens in flight in one replica. Use it on one event loop.
 
     Args:
-        limit: what may be in flight together, running and queued.
-        num_clients: API keys. With several, the limit is shared, so that one client cannot use all
-            of it.
-        longest: tokens of the longest sequence. A client that holds nothing gets one such sequence
-            if it is free, however small the client's share.
+        limit: maximum in flight, running and queued together.
+        num_clients: number of API keys. With several, no client gets the whole limit.
+        longest: tokens of the longest possible sequence. If it is free, a client with nothing in
+            flight gets one such sequence, even if its share of the limit is smaller.
     """
 
     def __init__(self, limit: Reservation, num_clients: int = 1, longest: int = 1):
@@ -93,12 +92,12 @@ class Admission:
 
     @property
     def in_flight(self) -> Reservation:
-        """Return the sum of the needs of all requests in flight."""
+        """Return what all requests in flight need together."""
         return sum(self._in_flight.values(), Reservation())
 
     @contextmanager
     def admit(self, need: Reservation, client: int = 0, num_prompts: int = 1) -> Iterator[None]:
-        """Count a request's needs while the block runs. Raises as check does."""
+        """Count a request as in flight while the block runs. Raises ApiError as `check` does."""
         self.check(need, client, num_prompts)
         self._in_flight[client] += need
         try:
@@ -108,7 +107,13 @@ class Admission:
             self._releases.append((time.monotonic(), need))
 
     def check(self, need: Reservation, client: int = 0, num_prompts: int = 1) -> None:
-        """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now."""
+        """Raise ApiError for a request that does not fit: 400 if it never will, 429 if it does not now.
+
+        Args:
+            need: sequences and tokens of the request.
+            client: number of the client's API key.
+            num_prompts: number of prompts, which decides the parameter that an error names.
+        """
         limit = self._available(Reservation(), Reservation())
         if need.sequences > limit.sequences:
             raise ApiError(
@@ -141,8 +146,8 @@ class Admission:
         """Return how much a client may add.
 
         Args:
-            in_flight: sum over all clients.
-            own: this client's part, held included.
+            in_flight: needs of all clients' requests in flight.
+            own: needs of this client's requests in flight.
         """
         free = self.limit - in_flight
         if not self._is_shared:
@@ -174,13 +179,13 @@ class Admission:
 class IdleSlots:
     """Gives lines of batches the slots that interactive requests leave free. Use it on one event loop.
 
-    A line is let in if all requests that are admitted, and the line, fit together into the slots
-    that are not reserved: it may run for minutes, and an interactive request must find a slot at
-    once. So lines wait while interactive requests fill the slots, and no interactive request waits
-    behind them.
+    A line may run for minutes, and an interactive request must find a slot at once. So a line
+    starts only if it and all admitted requests fit into the slots that are not reserved. Lines wait
+    for interactive requests, and interactive requests never wait for lines.
 
     Args:
-        num_slots: number of slots of the engine.
+        admission: counter of the requests in flight.
+        num_slots: slots of the engine.
     """
 
     def __init__(self, admission: Admission, num_slots: int):
@@ -188,7 +193,7 @@ class IdleSlots:
         self._waiting: deque[object] = deque()  # lines in the order in which they came
 
     async def wait(self, need: Reservation) -> None:
-        """Return when the line fits. The caller admits it before it gives up control."""
+        """Wait until a line fits. The caller must admit it before its next await."""
         line = object()
         self._waiting.append(line)
         try:
@@ -198,7 +203,7 @@ class IdleSlots:
             self._waiting.remove(line)
 
     def _fits(self, need: Reservation) -> bool:
-        """Return whether slots are free for the line; a line of more sequences than slots needs an idle replica."""
+        """Return whether slots are free for the line. A line with more sequences than slots needs an idle replica."""
         in_flight = self._admission.in_flight.sequences
         return in_flight == 0 or in_flight + need.sequences <= self._num_slots
 
@@ -208,18 +213,19 @@ class QueueTurn:
     """A sequence's turn at the engine.
 
     Attributes:
-        used: the tokens that it has used.
+        used: tokens that the sequence has used.
     """
 
     used: int
 
 
 class FairQueue:
-    """Use it on one event loop.
+    """A queue that gives clients turns at the engine by the tokens that each was served. Use it on one event loop.
 
     Args:
-        max_turns: sequences that may be at the engine together.
-        num_reserved: places that only a client without a place may take.
+        num_clients: number of clients.
+        max_turns: maximum number of sequences at the engine.
+        num_reserved: turns that only a client without a turn may take.
     """
 
     def __init__(self, num_clients: int, max_turns: int, num_reserved: int = 0):
@@ -235,10 +241,11 @@ class FairQueue:
 
     @asynccontextmanager
     async def turn(self, client: int, tokens: int) -> AsyncIterator[QueueTurn]:
-        """Wait for a place and hold it while the block runs.
+        """Wait for a turn, and hold it while the block runs.
 
         Args:
-            tokens: an upper bound of what the sequence may use.
+            client: number of the client.
+            tokens: maximum tokens that the sequence may use.
         """
         await self._wait(client, tokens)
         turn = QueueTurn(tokens)
@@ -268,17 +275,17 @@ class FairQueue:
         self._dispatch()
 
     def _catch_up(self, client: int) -> None:
-        """Raise the counter of a client that was idle: time without requests earns no credit.
+        """Raise the counter of a client that was idle. Time without requests earns no credit.
 
-        Reservations do not count: a client that reserves much and uses little would delay later
-        clients.
+        Only used tokens count for an idle client. Reserved tokens do not: a client that reserves
+        many and uses few would delay later clients.
         """
         if not self._waiting[client] and not self._reserved[client]:
             others = [self._served[i] for i, waiting in enumerate(self._waiting) if waiting]
             self._served[client] = max(self._served[client], min(others, default=self._last_served))
 
     def _dispatch(self) -> None:
-        """Give free places to the clients that were served least."""
+        """Give free turns to the clients that were served the fewest tokens."""
         while (client := self._next_client()) is not None:
             place = next(iter(self._waiting[client]))
             tokens = self._waiting[client].pop(place)
@@ -291,7 +298,7 @@ class FairQueue:
             place.set_result(None)
 
     def _next_client(self) -> int | None:
-        """Return the client that is given the next free place, or None if none may take one."""
+        """Return the client that gets the next free turn; None if no client may take one."""
         if not self.num_free:
             return None
         waiting = [client for client, queue in enumerate(self._waiting) if queue]

@@ -1,10 +1,10 @@
-"""The ASGI application: the routes of OpenAI's protocol and the web page over one Service.
+"""The ASGI application: routes of OpenAI's protocol and the web page, over one Service.
 
-Every error response has OpenAI's form. A client that disconnects aborts its request.
+Every error response has OpenAI's form. If a client disconnects, its request is aborted.
 
-The web page at ``/`` is a few static files. It is an ordinary client: it requests
+The web page at ``/`` consists of a few static files. It is an ordinary client, which requests
 stream_options.include_steps and draws the result. Its content security policy allows only its own
-scripts and requests to this server.
+scripts, and requests to this server.
 
     app = build_app(service)
 """
@@ -57,17 +57,19 @@ CLIENT_CLOSED = 499  # not read: the client closed the connection
 
 
 async def alone(snapshot: Snapshot) -> Snapshot:
-    """Return the metrics of a single replica, which need no merging."""
+    """Return the metrics of a single replica unchanged, since there is nothing to merge."""
     return snapshot
 
 
 def build_app(
     service: Service, publish: Publish = alone, store: BatchStore | None = None
 ) -> Starlette:
-    """Return the application.
+    """Return the ASGI application.
 
     Args:
-        store: files and batches, whose routes are off without it.
+        service: engine with its tokenizer.
+        publish: function that merges this replica's metrics with those of all replicas.
+        store: store of files and batches; None turns their routes off.
     """
     handle = Routes(service, publish)
     routes = [
@@ -217,7 +219,7 @@ class Routes:
         return Response(status_code=CLIENT_CLOSED)
 
     def owner(self, request: Request) -> str:
-        """Return the owner of a client's files and batches. Raises ApiError for an unknown key."""
+        """Return the owner name of a request's files and batches. Raises ApiError for an unknown key."""
         return self._keys.owner(self._client(request))
 
     def _model(self) -> Model:
@@ -235,7 +237,7 @@ class Routes:
     async def _body(
         self, request: Request, kind: type[BodyClass], client: int
     ) -> tuple[BodyClass, int]:
-        """Return the parsed request and the bytes of its body."""
+        """Return the parsed request, and the size of its body in bytes."""
         body = await read_body(request, self._service.config.serving.max_body_bytes)
         return await _until_disconnect(
             request.receive, self._service.parse(kind, body, client)
@@ -244,7 +246,7 @@ class Routes:
     def _client(self, request: Request) -> int:
         """Return the number of the client's key; 0 if there are no keys.
 
-        Raises ApiError for an unknown key, and without keys for an unknown Host.
+        Raises ApiError for an unknown key, and without keys for a Host that is not allowed.
         """
         if not self._keys:
             self._check_host(request.headers.get("host"))
@@ -260,7 +262,7 @@ class Routes:
         return client
 
     def _check_host(self, host: str | None) -> None:
-        """Raise ApiError for a name that may be a web page's. Browsers always send one."""
+        """Raise ApiError for a host that may be a web page's. Browsers always send the header."""
         if host is not None and host not in self._hosts:
             fix = "Use this machine's own name, add this one to serving.allowed_hosts, or set API keys"
             raise ApiError(
@@ -283,10 +285,11 @@ def _json(body: bytes) -> Response:
 
 
 class EventStream(Response):
-    """A response of server-sent events, sent until the client disconnects.
+    """A response of server-sent events, which ends if the client disconnects.
 
     Args:
-        first: an event that is ready already.
+        first: first event, which is available.
+        rest: further events.
     """
 
     media_type = "text/event-stream"

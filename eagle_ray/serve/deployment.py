@@ -1,7 +1,7 @@
 """The Ray Serve application: one replica per engine behind one proxy, and an actor that merges their metrics.
 
-``eagle-ray serve`` runs it here; a cluster gets a YAML that names ``application``
-(infra/serve/deploy.yaml). Autoscaling follows the requests in flight.
+``eagle-ray serve`` runs it on this machine. On a cluster, a YAML file names ``application``
+(infra/serve/deploy.yaml). Serve scales the replicas by the requests in flight.
 
     handle = serve.run(application_of(config, keys, plan), name=config.name)
 """
@@ -42,7 +42,7 @@ MAX_ONGOING_REQUESTS = 10_000
 
 
 class Replica(AtNodeAddress):
-    """A Service in a process of its own. Serve calls check_health and restarts the replica if it raises."""
+    """A Service in its own process. If check_health raises, Serve restarts the replica."""
 
     def __init__(
         self,
@@ -56,7 +56,13 @@ class Replica(AtNodeAddress):
         """Start the engine of one replica.
 
         Args:
-            runner: handle of BatchesReplica, which Serve starts because it is an argument.
+            config: configuration of the endpoint.
+            keys: digests of the API keys.
+            plan: devices and threads of a worker.
+            aggregator: handle of MetricsReplica.
+            store: store of files and batches; None without one.
+            runner: handle of BatchesReplica. It is an argument so that Serve starts that
+                deployment.
         """
         super().__init__()
         _log_to_stderr(config.logging.level)
@@ -71,7 +77,7 @@ class Replica(AtNodeAddress):
         return build_app(self._service, self._publish, self._store)
 
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        """Return status and body of one line of a batch; see Service."""
+        """Answer one line of a batch as Service.answer_line does. Returns status and body."""
         return await self._service.answer_line(client, endpoint, body)
 
     def check_health(self) -> None:
@@ -84,7 +90,7 @@ class Replica(AtNodeAddress):
         return merged_snapshot(self._known.values())
 
     async def _publish_again(self) -> None:
-        """Publish this replica's metrics regularly."""
+        """Publish this replica's metrics at a fixed interval."""
         while True:
             with suppress(RayError, RayServeException):  # the aggregator may be starting again
                 await self._publish(self._service.snapshot())
@@ -92,14 +98,14 @@ class Replica(AtNodeAddress):
 
 
 def _log_to_stderr(level: str) -> None:
-    """Show the log of the start in the replica's log file, which Ray keeps."""
+    """Write the log of the start to stderr, which Ray keeps in the replica's log file."""
     log.setLevel(level.upper())
     if not log.handlers:
         log.addHandler(logging.StreamHandler(sys.stderr))
 
 
 class MetricsReplica(AtNodeAddress, MetricsAggregator):
-    """A MetricsAggregator as a Serve replica."""
+    """The deployment of a MetricsAggregator."""
 
     def __init__(self):
         AtNodeAddress.__init__(self)
@@ -107,7 +113,7 @@ class MetricsReplica(AtNodeAddress, MetricsAggregator):
 
 
 class BatchesReplica(AtNodeAddress):
-    """A BatchRunner as a Serve replica, which sends the lines of batches to the engines' replicas."""
+    """The deployment of a BatchRunner, which sends the lines of batches to the replicas."""
 
     def __init__(self, config: ServeConfig, keys: ApiKeys, store: BatchStore, window: int):
         super().__init__()
@@ -141,12 +147,10 @@ class BatchesReplica(AtNodeAddress):
 
 
 def application(args: dict[str, Any]) -> Application:
-    """Return the application for ``serve deploy``.
-
-    Raises ConfigError with one line per wrong key.
+    """Return the application for ``serve deploy``. Raises ConfigError with one line per wrong key.
 
     Args:
-        args: a ServeConfig's keys, or `config: FILE` and overriding keys.
+        args: keys of a ServeConfig, or `config: FILE` with keys that override the file's.
     """
     rest = dict(args)
     path = rest.pop("config", None)
@@ -161,7 +165,7 @@ def application(args: dict[str, Any]) -> Application:
 
 
 def store_of(config: ServeConfig) -> BatchStore | None:
-    """Return the store of files and batches, if the configuration names one. Raises ConfigError."""
+    """Return the store of files and batches; None if the configuration names none. Raises ConfigError."""
     path = config.serving.batches.path
     return None if path is None else BatchStore.open(path)
 

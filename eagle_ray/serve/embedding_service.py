@@ -1,10 +1,10 @@
-"""EmbeddingService: the service of an endpoint with task embed. start_service returns the service of a task.
+"""The service of an endpoint that computes embeddings, and `start_service` for endpoints of either task.
 
     service = start_service(config, WorkerPlan(threads=2))
     body = await service.embeddings(EmbeddingsRequest.read({"input": "Paris"}), num_bytes=18)
 
-The inputs of a request go to the engine as slots become free, so a request may have more inputs
-than an engine has slots, and counts as a full engine at most.
+Inputs go to the engine as slots become free. A request may have more inputs than the engine has
+slots. It then counts as a full engine, not more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EmbeddingService(Service):
         self._maker = EmbeddingMaker(config.embedding, bundle.files, bundle.text)
 
     async def read(self, *_: Any, **__: Any) -> GenerationRequest:
-        """Refuse a request for text. Raises ApiError."""
+        """Raise ApiError, since this endpoint generates no text."""
         raise ApiError(400, EMBEDS_ONLY, code="no_generation")
 
     async def embeddings(
@@ -62,7 +62,14 @@ class EmbeddingService(Service):
 def start_service(
     config: ServeConfig, plan: WorkerPlan, keys: ApiKeys | None = None, owns_process: bool = False
 ) -> Service:
-    """Return the service of the endpoint's task, with its models loaded. Arguments and errors are Service.start's."""
+    """Load the models and return the service of the endpoint's task. Raises ConfigError and EngineError.
+
+    Args:
+        config: configuration of the endpoint.
+        plan: devices and threads of a worker.
+        keys: digests of the API keys; None without keys.
+        owns_process: whether no other engine runs in this process (``EngineArgs``).
+    """
     if config.task != "embed":
         return Service.start(config, plan, keys, owns_process)
     serving = config.serving

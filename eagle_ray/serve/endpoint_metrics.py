@@ -1,13 +1,14 @@
-"""Metrics of the endpoint: counted by each replica, merged over replicas, rendered in Prometheus' format.
+"""Metrics of the endpoint: counted per replica, merged, and rendered in Prometheus' format.
 
-Names are vLLM's, prefixed ``eagle_ray_``. tau is a ratio of them: 1 + accepted tokens / drafts.
+Names are vLLM's with the prefix ``eagle_ray_``. The mean acceptance length tau follows from two of
+them: 1 + accepted tokens / drafts.
 
     replica    ReplicaMetrics counts finished sequences and makes a Snapshot
-    one actor  MetricsAggregator holds the last Snapshot of every replica, so that each replica can answer for all
+    one actor  MetricsAggregator keeps the last Snapshot of every replica, so any replica can answer for all
     HTTP       prometheus_text(merged_snapshot(snapshots))
 
-Counters never decrease: the counters of replicas that have ended are kept. If the aggregator is
-restarted, the first replica that reports gives it the last known totals.
+Counters never decrease, because the counters of replicas that have ended are kept. If the
+aggregator is restarted, the first replica that reports sends it the last known totals.
 
     >>> merged_snapshot([Snapshot({"prompt_tokens_total": 3}), Snapshot({"prompt_tokens_total": 4})]).counters
     {'prompt_tokens_total': 7}
@@ -62,14 +63,18 @@ HISTOGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Samples by name and labels, such as ``request_success_total{finished_reason="stop"}``."""
+    """The values of all metrics at one time, by name and labels.
+
+    A key is a sample in Prometheus' notation, such as
+    ``request_success_total{finished_reason="stop"}``.
+    """
 
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
 
 
 def merged_snapshot(parts: Iterable[Snapshot]) -> Snapshot:
-    """Return the sums of counters and gauges."""
+    """Return the sum of each counter and gauge over several snapshots."""
     counters: defaultdict[str, float] = defaultdict(int)
     gauges: defaultdict[str, float] = defaultdict(int)
     for part in parts:
@@ -81,9 +86,10 @@ def merged_snapshot(parts: Iterable[Snapshot]) -> Snapshot:
 
 
 def prometheus_text(snapshot: Snapshot) -> str:
-    """Return the exposition format 0.0.4 with every digit of a counter, since rates depend on the last ones.
+    """Return the metrics in Prometheus' exposition format 0.0.4.
 
-    A metric without samples is 0, unless labels distinguish its samples.
+    Counters have all their digits, since rates depend on the last ones. A metric without samples is
+    0, unless its samples are told apart by labels.
     """
     kinds = [(COUNTERS, "counter", "_total"), (GAUGES, "gauge", ""), (HISTOGRAMS, "histogram", "")]
     samples = snapshot.counters | snapshot.gauges
@@ -101,7 +107,7 @@ def prometheus_text(snapshot: Snapshot) -> str:
 
 
 def _family(sample: str) -> str:
-    """Return the metric of a sample."""
+    """Return the name of the metric that a sample belongs to."""
     name = sample.partition("{")[0]
     for histogram in HISTOGRAMS:
         if name.startswith(histogram):
@@ -113,12 +119,13 @@ MIN_SCRAPE_INTERVAL_S = 0.2
 
 
 class SharedScrape:
-    """The metrics' text, made by one scrape at a time: all requests that arrive during one share the next.
+    """Renders the metrics by one scrape at a time. Requests that arrive during a scrape share the next one.
+
+    Any client may request the metrics, so their cost must not grow with the number of requests. No
+    request gets a text that was made before it arrived.
 
     Args:
-        scrape: returns the snapshot of all replicas. Anyone may ask for the metrics, so their cost
-            must not depend on the number of requests. No request gets a text that was made before
-            it arrived.
+        scrape: coroutine function that returns the snapshot of all replicas.
     """
 
     def __init__(self, scrape: Callable[[], Awaitable[Snapshot]]):
@@ -128,7 +135,7 @@ class SharedScrape:
         self._began_at = 0.0
 
     async def text(self) -> str:
-        """Return the text. Raises as scrape does."""
+        """Return the metrics in Prometheus' format. Raises what the scrape raises."""
         if self._next is None or self._next.done():
             self._next = asyncio.ensure_future(self._text_after(self._running))
         return await asyncio.shield(self._next)
@@ -155,10 +162,12 @@ class MetricsAggregator:
     async def put(
         self, replica: str, snapshot: Snapshot, known: dict[str, Snapshot]
     ) -> dict[str, Snapshot]:
-        """Keep this replica's snapshot and return all replicas'.
+        """Store a replica's snapshot, and return the snapshots of all replicas.
 
         Args:
-            known: what the replica received the last time.
+            replica: name of the replica.
+            snapshot: its metrics.
+            known: what the replica received from its last call.
         """
         now = time.monotonic()
         if not self._last:
@@ -194,7 +203,7 @@ REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 1
 
 
 class ReplicaMetrics:
-    """Counters of one replica, used only on its event loop."""
+    """Counters of one replica. Use it on one event loop."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[str, float] = defaultdict(int)
@@ -203,7 +212,8 @@ class ReplicaMetrics:
         """Count a finished sequence.
 
         Args:
-            arrived_at: time.monotonic at which the request was admitted.
+            sequence: finished sequence.
+            arrived_at: time.monotonic() at which the request was admitted, in seconds.
         """
         stats = stats_of(sequence)
         self._add("prompt_tokens", len(sequence.prompt_ids))
@@ -229,10 +239,12 @@ class ReplicaMetrics:
         self._add("http_errors", 1, f'code="{code}"')
 
     def snapshot(self, engine: EngineCounters, occupancy: Occupancy, in_flight: int) -> Snapshot:
-        """Return the counters and gauges.
+        """Return the values of all counters and gauges.
 
         Args:
-            in_flight: sequences of unanswered requests.
+            engine: counters of the engine.
+            occupancy: slots and KV blocks in use.
+            in_flight: number of sequences of requests that are not answered yet.
         """
         counters = dict(self._counts)
         for name in COUNTERS:

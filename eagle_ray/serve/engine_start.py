@@ -12,10 +12,12 @@ from eagle_ray.config import ServeConfig
 
 
 def load_engine(config: ServeConfig, plan: WorkerPlan, owns_process: bool = False) -> EngineBundle:
-    """Return the engine and the tokenizer. Raises ConfigError and EngineError as build_in_thread does.
+    """Return the engine and the tokenizer. Raises ConfigError and EngineError.
 
     Args:
-        owns_process: see EngineArgs.
+        config: configuration of the endpoint.
+        plan: devices and threads of a worker.
+        owns_process: whether no other engine runs in this process (``EngineArgs``).
     """
     serving = config.serving
     args = EngineArgs.of_worker(serving, plan.num_gpus, owns_process)

@@ -1,13 +1,13 @@
-"""Turn a request into engine sequences, one for each prompt and choice, prompt by prompt; and a chat into a response.
+"""Turn an HTTP request into engine sequences, and a chat completion into a response of /v1/responses.
 
-Sampling and seeds are as in a job: choice j of a request with seed s has the noise key of sample j
-of a row with seed s.
+There is one sequence per prompt and choice, ordered by prompt. Sampling and seeds are as in a job:
+choice j of a request with seed s has the noise of sample j of a row with seed s.
 
     prepare_generation(request, config, tokenizer).choices
     # [Choice(index=0, prompt=Prompt(...), sequence=Sequence(...)), ...]
 
-A request of /v1/responses is answered by a chat. Its body is made of the chat's, and its events of
-the chat's chunks.
+A request to /v1/responses is converted to a chat request. Its body is made from the chat's body,
+and its events from the chat's chunks.
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ _CHAT_LENGTH = re.compile(r"\bmax_tokens\b")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
-    """A request, ready for the engine.
+    """A request that is ready for the engine.
 
     Attributes:
-        answers: its choices, and what is to be shown of them.
-        is_typed: it is a text completion of a client whose types allow no null
+        request: parsed body.
+        answers: choices of the request, and the details to show.
+        is_typed: whether a text completion must avoid nulls, for the client's types
             (``http_answers.typed_form``).
-        client: the number of the client's API key.
-        response: the request that this chat answers, if it is one of /v1/responses.
+        client: number of the client's API key.
+        response: request to /v1/responses that this chat answers; None for other requests.
     """
 
     request: ChatRequest | CompletionRequest
@@ -81,18 +82,18 @@ class GenerationRequest:
 
     @property
     def chat_options(self) -> ChatOptions:
-        """Return the chat template's options; for a text completion they are off."""
+        """Return the options of the chat template. For a text completion, all are off."""
         return self.answers.reader.chat_options or NO_OPTIONS
 
     def body(self) -> ChatCompletion | Completion | ResponseBody:
-        """Return the body of an answer that is not streamed; every sequence is finished."""
+        """Return the body of an answer that is not streamed. Every sequence must be finished."""
         body = self.answers.body()
         if body["object"] == "text_completion":
             return typed_form(body) if self.is_typed else body
         return body if self.response is None else _response_body(self, self.response, body)
 
     def shown(self, chunk: Chunk) -> Chunk:
-        """Return a chunk of a completion as the client can read it."""
+        """Return a chunk in the form that the client's types accept."""
         if self.is_typed and chunk["object"] == "text_completion":
             return typed_form(chunk)
         return chunk
@@ -106,7 +107,16 @@ def prepare_generation(
     client: int = 0,
     response: ResponsesRequest | None = None,
 ) -> GenerationRequest:
-    """Return the request with its sequences. Raises RequestError if it cannot be answered."""
+    """Return the request with its sequences. Raises RequestError if it cannot be answered.
+
+    Args:
+        request: parsed body.
+        config: configuration of the endpoint.
+        text: tokenizer of the target.
+        is_typed: whether the client's types allow no null.
+        client: number of the client's API key.
+        response: request to /v1/responses that was converted to `request`; None for other requests.
+    """
     is_chat = isinstance(request, ChatRequest)
     id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
     chat_options = _chat_options(request, config)
@@ -145,7 +155,7 @@ def prepare_generation(
 
 
 def named_error(error: Exception, generation: GenerationRequest) -> Exception:
-    """Return a grammar's error with the name of the parameter that it comes from; other errors unchanged."""
+    """Return a grammar's error with the name of the parameter that set the grammar; other errors unchanged."""
     if not isinstance(error, RequestError) or error.code != "bad_grammar":
         return error
     names = [name for name in FORMS if getattr(generation.request, name)]
@@ -159,7 +169,7 @@ def named_error(error: Exception, generation: GenerationRequest) -> Exception:
 
 @contextmanager
 def named_as_by(response: ResponsesRequest | None) -> Iterator[None]:
-    """Name the length of an answer in errors as the client does: a response calls it max_output_tokens."""
+    """Replace max_tokens in errors by max_output_tokens, if the client sent a request to /v1/responses."""
     try:
         yield
     except (ApiError, RequestError) as error:
@@ -174,12 +184,12 @@ def named_as_by(response: ResponsesRequest | None) -> Iterator[None]:
 
 
 def num_tokens(sequence: Sequence, max_model_len: int) -> int:
-    """Return the most tokens that a sequence can have, prompt and output."""
+    """Return the maximum tokens of a sequence, prompt and output together."""
     return min(len(sequence.prompt_ids) + sequence.sampling.token_limit, max_model_len)
 
 
 def need_of(request: GenerationRequest, max_model_len: int) -> Reservation:
-    """Return the sequences and tokens that the request needs while it is in flight."""
+    """Return the sequences and tokens that a request needs while it is in flight."""
     return Reservation(
         len(request.choices),
         sum(num_tokens(choice.sequence, max_model_len) for choice in request.choices),
@@ -189,7 +199,7 @@ def need_of(request: GenerationRequest, max_model_len: int) -> Reservation:
 def min_need(
     request: ChatRequest | CompletionRequest, config: ServeConfig, max_model_len: int
 ) -> Reservation:
-    """Return a lower bound of need_of before texts are tokenized: each counts as one token."""
+    """Return a lower bound of `need_of` that needs no tokenizer: a text counts as one token."""
     sampling = request.sampling_params(dict(config.sampling))
     lengths = [1]
     if isinstance(request, CompletionRequest):
@@ -201,7 +211,10 @@ def min_need(
 def _chat_options(
     request: ChatRequest | CompletionRequest, config: ServeConfig
 ) -> ChatOptions | None:
-    """Return the options in force: the request's own, then the server's; None of a text. Raises RequestError."""
+    """Return the chat options in force: the request's values, then the server's. Raises RequestError.
+
+    Returns None for a text completion.
+    """
     if not isinstance(request, ChatRequest):
         return None
     try:
@@ -227,7 +240,7 @@ def _prompts(
 def _score_choices(
     sequences: list[Sequence], prompt: Prompt, text: Tokenizer, adds_special: bool
 ) -> None:
-    """Let all sequences of a prompt score the texts of which their answer must be one, if it begins with them."""
+    """Let the sequences of a prompt score their choices, if an answer begins with one of them."""
     choices = sequences[0].sampling.choice
     if choices is None or not begins_with_choice(sequences[0]):
         return
@@ -239,7 +252,7 @@ def _score_choices(
 def _sampling_of(
     request: ChatRequest | CompletionRequest, sampling: SamplingSettings, index: int
 ) -> SamplingSettings:
-    """Return the parameters of a choice of a prompt, with a random seed if the request has none."""
+    """Return the sampling parameters of a prompt's choice. Without a seed it gets a random one."""
     seed = secrets.randbits(63) if sampling.seed is None else sample_seed(sampling.seed, index)
     has_prompt_logprobs = (
         index == 0 and sampling.logprobs and isinstance(request, CompletionRequest) and request.echo
@@ -252,7 +265,7 @@ def _sampling_of(
 def _response_body(
     generation: GenerationRequest, request: ResponsesRequest, chat: ChatCompletion
 ) -> ResponseBody:
-    """Return the body of an answer at /v1/responses, made from the body of the chat completion that answers it."""
+    """Return the body of a response, made from the body of the chat completion that answers it."""
     response = _response(generation, request)
     [choice] = chat["choices"]
     response.add_message(choice["message"], choice["logprobs"])
@@ -263,7 +276,7 @@ def _response_body(
 
 
 class ResponseEvents:
-    """The events of a stream at /v1/responses, made from the chunks of the chat completion that answers it."""
+    """Turns the chunks of a chat completion into the events of a stream at /v1/responses."""
 
     def __init__(self, generation: GenerationRequest, request: ResponsesRequest):
         self._answers = generation.answers
@@ -301,7 +314,7 @@ class ResponseEvents:
 
 
 def _response(generation: GenerationRequest, request: ResponsesRequest) -> ResponseObject:
-    """Return a response that has begun: what was requested, with the values in force."""
+    """Return a response without items. It shows the request's parameters as they are in force."""
     sampling = generation.choices[0].sequence.sampling
     options = generation.chat_options
     choice: Any = options.tool_choice

@@ -1,4 +1,4 @@
-"""The OpenAPI document: routes, request bodies, answers and errors.
+"""Build the OpenAPI document: routes, request bodies, answers and errors.
 
 >>> sorted(openapi("embedded:tiny", vocab_size=1024)["paths"])[0]
 '/detokenize'
@@ -144,7 +144,7 @@ def _with_description(schema: JsonSchemaValue, answer: type) -> JsonSchemaValue:
 
 @cache
 def openapi_body(model_name: str, vocab_size: int, has_keys: bool = False) -> bytes:
-    """Return the document as JSON. It is made once: that takes a third of a second, and anyone may ask for it."""
+    """Return the document as JSON. It is built once, since that takes a third of a second and needs no key."""
     return json_body(openapi(model_name, vocab_size, has_keys))
 
 
@@ -152,6 +152,8 @@ def openapi(model_name: str, vocab_size: int, has_keys: bool = False) -> Json:
     """Return the OpenAPI document.
 
     Args:
+        model_name: name of the target.
+        vocab_size: number of the target's token ids.
         has_keys: whether /v1 and the tokenizer's routes need an API key.
     """
     schemas = _schemas()
@@ -192,7 +194,7 @@ def _post(path: str) -> Json:
 
 
 def _events(chunk: type) -> Json:
-    """Describe the response to stream: true. Its last event is [DONE], or an error."""
+    """Return the schema of a response to stream: true. Its last event is [DONE] or an error."""
     content = {
         "anyOf": [{"$ref": AT + chunk.__name__}, {"$ref": AT + answer_models.Refusal.__name__}]
     }
@@ -333,12 +335,12 @@ def _property(name: str, kind: Kind, is_required: bool, default: Any) -> Json:
 
 
 def _options(schema: Json) -> list[Json]:
-    """Return the schemas of which a value must fit one."""
+    """Return the schemas one of which a value must fit."""
     return list(schema["anyOf"]) if schema.keys() == {"anyOf"} else [schema]
 
 
 def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
-    """Add what pydantic's schemas lack: null as absence, refused parameters, and this model's limits."""
+    """Add to the bodies' schemas: null for absence, refused parameters, and this model's limits."""
     for asking in (
         ChatRequest,
         CompletionRequest,
@@ -370,7 +372,7 @@ def _add_limits(schemas: Json, model_name: str, vocab_size: int) -> None:
 
 
 def _allow_nulls(schema: Json) -> None:
-    """Let every property that is not required be null."""
+    """Let each property that is not required be null."""
     required = schema.get("required", [])
     properties = schema["properties"]
     for name, field in properties.items():
@@ -380,7 +382,7 @@ def _allow_nulls(schema: Json) -> None:
 
 
 def _no_op_schemas(body: type[OpenBody]) -> Json:
-    """Return the JSON schemas of the parameters that a body does not have: the values that ask for nothing."""
+    """Return the schemas of the parameters that a body lacks. They allow only values without effect."""
     nulls = {"type": "object", "additionalProperties": {"type": "null"}}
     schemas: Json = {}
     for name, row in refused_at(body.api).items():
@@ -400,7 +402,7 @@ def _no_op_schemas(body: type[OpenBody]) -> Json:
 
 
 def _structured_outputs(schema: Json) -> Json:
-    """Return the schema of vLLM's spelling of the structured keys."""
+    """Return the schema of structured_outputs, vLLM's spelling of the output forms."""
     keys = {name: schema["properties"][own] for name, own in KEY_BY_VLLM_NAME.items()}
     nothing = {"enum": [None, False]}
     return {
@@ -411,7 +413,7 @@ def _structured_outputs(schema: Json) -> Json:
 
 
 def _token_ids(*schemas: Any) -> Iterator[Json]:
-    """Yield the schemas of token ids: all integers in lists."""
+    """Yield the schemas of token ids, which are the integers in lists."""
     for schema in schemas:
         if isinstance(schema, dict):
             if schema.get("type") == "array" and schema.get("items", {}).get("type") == "integer":

@@ -1,27 +1,28 @@
-"""Convert the errors of Ray Serve's proxy to OpenAI's form: a dead replica, none available, or a timeout.
+"""Give errors of Ray Serve's proxy OpenAI's form, and refuse requests on which the proxy would fail.
 
-What no replica could read is refused here: Serve's proxy would fail on it, and its client would try
+The proxy's own errors are a dead replica, no available replica, and a timeout. A request that no
+replica could read is refused here. Otherwise the proxy would fail on it and its client would try
 again.
 
-Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names, which must be set in
-the environment in which Ray is started. The proxy has no API keys: before it lists Serve's
-applications under ``/-/routes``, it asks a replica whether the client's key is good. ``/-/healthz``
-needs no key: the probes of Kubernetes and of load balancers have none, and its answer is `success`
-and nothing else.
+Serve calls the function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names. The variable must be
+set in the environment in which Ray is started:
 
-    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy_errors.middlewares ray start
-    --head
+    RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=eagle_ray.serve.proxy_errors.middlewares ray start --head
 
-A request that is not HTTP reaches no application: the parser refuses it. A connection is closed if
-the head of a request, its first line and headers, is not here in time, or does not begin. Serve's
-proxy lets uvicorn choose its protocol class by the name "auto". `install` puts ours there, in the
-proxy's process, before the server starts.
+The proxy has no API keys. Before it lists Serve's applications under ``/-/routes``, it asks a
+replica whether the client's key is valid. ``/-/healthz`` needs no key, since the probes of
+Kubernetes and of load balancers have none. Its answer is `success` and nothing else.
 
-Serve's proxy reads at most MAX_AHEAD_BYTES more of a body than its replica has taken. Serve's own
-queues between the two have no limit, so a fast upload to a slow disk would be in the memory of
-both. The proxy says in the scope that it counts; the application then tells it what it has taken,
-by a message that the proxy keeps from the client. While the window is full, the proxy does not
-read, and TCP slows the client down.
+A request that is not HTTP reaches no application, because the parser refuses it. If the first line
+and the headers of a request do not arrive in time, its connection is closed. Serve's proxy lets
+uvicorn choose its protocol class by the name "auto". `install` puts our class there, in the proxy's
+process, before the server starts.
+
+Serve's queues between proxy and replica have no limit, so a fast upload to a slow disk would fill
+the memory of both. Therefore the proxy reads at most MAX_AHEAD_BYTES more of a body than its
+replica has consumed. The proxy announces this in the ASGI scope. The application reports what it
+has consumed by a message that the proxy does not pass on to the client. While the window is full,
+the proxy does not read, and TCP slows the client down.
 
     proxy:    window = BodyWindow(receive)                  replica:  Middleware(AcknowledgeBody)
               await app(counting(scope), window.receive, send)
@@ -78,7 +79,7 @@ def middlewares() -> list[Middleware]:
 
 
 class KeyForRoutes:
-    """Answer ``/-/routes`` only to a client whose key a replica takes."""
+    """Middleware that shows ``/-/routes`` only to clients whose key a replica accepts."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -97,7 +98,7 @@ class KeyForRoutes:
         await self._app(scope, receive, send)
 
     async def _refusal(self, scope: Scope, path: str) -> list[Message] | None:
-        """Return a replica's answer to a client with a wrong key; None for a good key or without keys."""
+        """Return a replica's answer to a client with a wrong key; None for a valid key or without keys."""
         messages: list[Message] = []
         body = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -113,7 +114,7 @@ class KeyForRoutes:
 
 
 class OpenAIErrorMiddleware:
-    """Replaces the proxy's own errors by OpenAI's form. A broken stream ends with an error event."""
+    """Middleware that gives the proxy's errors OpenAI's form. A stream that breaks off ends with an error event."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
@@ -151,7 +152,7 @@ class OpenAIErrorMiddleware:
             await answer.send(message)
 
     async def _answer_if_there(self, scope: Scope, answer: _Answer) -> None:
-        """Pass a request on, but do not wait for a replica that is not there."""
+        """Pass a request on to the application, and stop waiting if no replica is available."""
         work = asyncio.ensure_future(self._app(scope, answer.window.receive, answer.send))
         try:
             wait_s = HEALTH_ANSWERS_WITHIN_S
@@ -168,10 +169,10 @@ class OpenAIErrorMiddleware:
 
 
 class ReplicaHealth:
-    """Probes whether a replica is available by ``/health``. Concurrent requests share one probe.
+    """Probes ``/health`` for an available replica. Concurrent requests share one probe.
 
-    Serve keeps a request until there is a replica, so one that is not answered says nothing at
-    first.
+    Serve holds a request until there is a replica. So a request without an answer does not yet mean
+    that no replica is available.
     """
 
     def __init__(self, app: ASGIApp):
@@ -181,11 +182,11 @@ class ReplicaHealth:
         self._last_at = -PROBE_ENDS_AFTER_S
 
     async def messages(self, scope: Scope, within_s: float | None = None) -> list[Message]:
-        """Return a replica's answer, now or a moment ago; an empty list if there is no replica.
+        """Return a replica's recent answer to the probe; an empty list if no replica is available.
 
         Args:
-            scope: ASGI scope of any request of the application.
-            within_s: seconds that the replica has; None is HEALTH_ANSWERS_WITHIN_S.
+            scope: ASGI scope of any request to the application.
+            within_s: seconds that the replica has to answer; None is HEALTH_ANSWERS_WITHIN_S.
         """
         if self._probe is None or self._probe.done():
             self._probe = asyncio.ensure_future(self._answered(scope))
@@ -194,7 +195,7 @@ class ReplicaHealth:
         return self._last if is_known else []
 
     async def _answered(self, scope: Scope) -> list[Message]:
-        """Probe a replica and store its answer."""
+        """Probe a replica, and store its answer."""
         messages: list[Message] = []
         body = [{"type": "http.request", "body": b"", "more_body": False}]
 
@@ -218,7 +219,7 @@ class ReplicaHealth:
 
 
 class _Answer:
-    """The messages to one client, without the proxy's plain-text errors."""
+    """The messages to one client, with OpenAI's errors in place of the proxy's plain texts."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self._scope, self._receive, self._send = scope, receive, send
@@ -248,7 +249,7 @@ class _Answer:
             await self._send(message)
 
     async def end(self) -> None:
-        """Send the client an error if the response ends before it is complete."""
+        """Send the client an error if the response is not complete."""
         if not self._has_begun:
             await self.refuse(_error(UNAVAILABLE))
         elif self._is_stream and not self._is_whole:
@@ -266,7 +267,7 @@ class _Answer:
 
 
 def _error_of_request(scope: Scope) -> ApiError | None:
-    """Return the fault in a request line or a header that Serve's proxy reads, or None."""
+    """Return the error of a request line or header that Serve's proxy cannot read; None if it can."""
     path = scope["path"]
     if not path.startswith("/"):
         return ApiError(
@@ -286,7 +287,7 @@ def _normalized(name: bytes) -> bytes:
 
 
 def _error(status: int) -> ApiError:
-    """Return our error for the proxy's 404 (the application is not running) or 500 (a replica died)."""
+    """Return the error that replaces the proxy's own, by its status: 408 for a timeout, else 503."""
     if status == 408:
         return ApiError(408, "not answered in time", code="timeout")
     return ApiError(UNAVAILABLE, "no replica can answer now: try again", code="no_replica")
@@ -303,15 +304,15 @@ _Protocol: Any = AutoHTTPProtocol
 
 
 def install() -> None:
-    """Let uvicorn use ErrorFormProtocol in this process, for servers that start from now on."""
+    """Let servers that start later in this process use ErrorFormProtocol."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{ErrorFormProtocol.__name__}"
 
 
 class ErrorFormProtocol(_Protocol):
-    """uvicorn's protocol class, with refusals in OpenAI's form and limits on the size and the time of headers.
+    """uvicorn's protocol class with errors in OpenAI's form, and limits on the size and time of headers.
 
-    uvicorn itself closes a connection that is idle after a response. It does not if anything more
-    arrives.
+    uvicorn closes a connection that is idle after a response, but not if further bytes have
+    arrived. This class closes it in both cases.
     """
 
     _num_parsed = 0  # bytes of the request line, headers and trailers, as the parser reports them
@@ -337,7 +338,7 @@ class ErrorFormProtocol(_Protocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header, or a trailer behind a chunked body."""
+        """Process a header, or a trailer after a chunked body."""
         self._count(len(name) + len(value) + len(": \r\n"))
         super().on_header(name, value)
 
@@ -381,7 +382,7 @@ class ErrorFormProtocol(_Protocol):
             self._head_timer = None
 
     def _end_of_head_time(self) -> None:
-        """Close a connection whose request head took too long. A begun request is answered first."""
+        """Close a connection whose request head took too long. If the head has begun, answer it first."""
         self._head_timer = None
         if self.transport.is_closing() or not self._is_between_requests:
             return
@@ -392,7 +393,9 @@ class ErrorFormProtocol(_Protocol):
             self.transport.close()
 
     def _problem_of_head(self, version: str) -> str | None:
-        """Return the fault in a request head that the parser accepts although it is not HTTP/1."""
+        """Return what is wrong in a request head that the parser accepts although it is not
+        HTTP/1; None if nothing is.
+        """
         if version not in VERSIONS:
             return f"HTTP/{version} is not spoken here"
         num_hosts = sum(name == b"host" for name, _ in self.headers)
@@ -416,12 +419,12 @@ class ErrorFormProtocol(_Protocol):
         raise ValueError(fault)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer with uvicorn's message, or with what stopped the parser, and close the connection."""
+        """Answer with uvicorn's message, or with the reason that stopped the parser, and close the connection."""
         message = f"{(self._fault or msg).rstrip('.')}. Send an HTTP/1.1 request."
         self._refuse(ApiError(400, message, code="bad_http"), "400 Bad Request")
 
     def _refuse(self, error: ApiError, status: str) -> None:
-        """Answer with an error and close the connection."""
+        """Answer with an error, and close the connection."""
         body = dump_json(error.body()).encode()
         head = (
             f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\n"
@@ -432,7 +435,7 @@ class ErrorFormProtocol(_Protocol):
 
 
 def _without_h2c(data: bytes) -> bytes:
-    """Rename the headers of an HTTP/2 upgrade offer in the request head at the beginning of the data."""
+    """Rename the headers that offer HTTP/2 in a request head, so that the parser ignores the offer."""
     head, end, rest = data.partition(b"\r\n\r\n")
     return H2C_OFFER.sub(b"\\1Offered\\2", head + end) + rest
 
@@ -443,12 +446,12 @@ ACKNOWLEDGE_BYTES = 1 << 19  # bytes of the body for each message
 
 
 def counting(scope: Scope) -> Scope:
-    """Return a scope that asks the application for messages of type TAKEN."""
+    """Return a scope that makes the application send messages of type TAKEN."""
     return {**scope, "extensions": {**(scope.get("extensions") or {}), TAKEN: {}}}
 
 
 class BodyWindow:
-    """The receive side of one request in the proxy."""
+    """Limits how far the proxy reads ahead of the replica in one request's body."""
 
     def __init__(self, receive: Receive):
         self._receive = receive
@@ -464,7 +467,7 @@ class BodyWindow:
         return message
 
     def take(self, message: Message) -> bool:
-        """Widen the window if it is a message of type TAKEN; return whether it is one."""
+        """Widen the window by a message of type TAKEN. Return whether the message is one."""
         if message["type"] != TAKEN:
             return False
         self._move(-message["num_bytes"])
@@ -479,7 +482,7 @@ class BodyWindow:
 
 
 class AcknowledgeBody:
-    """The application's side: what it has read when it asks for more is taken."""
+    """The application's middleware, which reports the bytes of a body that the application has consumed."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

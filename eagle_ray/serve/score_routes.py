@@ -1,4 +1,4 @@
-"""Answer /v1/score and /v1/rerank: all texts of a request are computed together, and nothing is generated."""
+"""Answer /v1/score and /v1/rerank. All texts of a request are computed together, and none is generated."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ async def answer_scores(
     Raises ApiError, RequestError and EngineError.
 
     Args:
-        num_bytes: size of the request's body. Large ones delay only each other.
-        client: the number of its API key.
+        service: engine with its tokenizer.
+        request: parsed body.
+        num_bytes: size of the body. Large requests delay only each other.
+        client: number of the client's API key.
     """
     if service.config.task == "embed":
         raise ApiError(400, NO_SCORES, code="no_scores")

@@ -1,7 +1,8 @@
 """Service: one engine with its tokenizer, shared by the requests of many clients.
 
-All requests share the engine's batch. A full queue refuses at once, clients with different API keys
-take turns (``admission``), and a cancelled request frees its slots at the engine's next step.
+All requests run in the engine's batch. If the queue is full, a request is refused at once. Clients
+with different API keys take turns (``admission``). A cancelled request frees its slots at the
+engine's next step.
 
     service = Service.start(config, WorkerPlan(threads=2), keys=ApiKeys.of(["secret"]))
     body = await service.answer(await service.read(request, num_bytes))
@@ -72,10 +73,15 @@ Queued = Chunk | Exception | None
 
 
 class Threads:
-    """Threads for the texts of requests, one of them for small requests: large ones take seconds
-    and delay only each other. Clients with large requests take turns, by their sizes. A large one
-    of a client delays none of another: a thread is kept for clients whose large requests are not
-    being read.
+    """Threads that parse and write the texts of requests.
+
+    One thread is for small requests. Large requests take seconds and delay only each other. Clients
+    with large requests take turns by their sizes. With several clients, one more thread is reserved
+    for clients that have no large request running.
+
+    Args:
+        name: name of the threads.
+        num_clients: number of API keys; 1 without keys.
     """
 
     def __init__(self, name: str, num_clients: int):
@@ -86,11 +92,13 @@ class Threads:
         self._turns = FairQueue(num_clients, num_long, num_spare)
 
     async def run(self, size: int, client: int, work: Callable[..., Result], *args: Any) -> Result:
-        """Return the result of the work without blocking the event loop. Work that has not begun can be cancelled.
+        """Run the work in a thread and return its result. Work that has not begun can be cancelled.
 
         Args:
             size: bytes of the request's body, or tokens of its answer.
-            client: the number of its API key.
+            client: number of the client's API key.
+            work: function to run.
+            args: arguments of the function.
         """
         loop = asyncio.get_running_loop()
         if size <= LARGE_BODY:
@@ -100,7 +108,7 @@ class Threads:
 
 
 class Service:
-    """Owns the engine. close() ends it."""
+    """One engine with its tokenizer, which it owns. Call close() to end it."""
 
     def __init__(
         self,
@@ -135,10 +143,13 @@ class Service:
         keys: ApiKeys | None = None,
         owns_process: bool = False,
     ) -> Service:
-        """Load the models. Raises ConfigError and EngineError as build_engine_from_config does.
+        """Load the models. Raises ConfigError and EngineError.
 
         Args:
-            owns_process: see EngineArgs.
+            config: configuration of the endpoint.
+            plan: devices and threads of a worker.
+            keys: digests of the API keys; None without keys.
+            owns_process: whether no other engine runs in this process (``EngineArgs``).
         """
         bundle = load_engine(config, plan, owns_process)
         return cls(config, bundle.engine, bundle.tokenizer, keys)
@@ -152,7 +163,7 @@ class Service:
 
     @property
     def in_flight(self) -> Reservation:
-        """Return the sequences and tokens of the requests in flight."""
+        """Return the sequences and tokens of all requests in flight."""
         return self.admission.in_flight
 
     def snapshot(self) -> Snapshot:
@@ -161,7 +172,7 @@ class Service:
         )
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if the request names another model than this one."""
+        """Raise ApiError if a request names another model than this service's."""
         if name is not None and name != self.config.model_name:
             raise ApiError(
                 404,
@@ -171,12 +182,12 @@ class Service:
             )
 
     async def parse(self, kind: type[BodyClass], body: bytes, client: int = 0) -> BodyClass:
-        """Return the request in a body.
-
-        Raises ApiError.
+        """Parse the body of a request. Raises ApiError.
 
         Args:
-            client: the number of its API key.
+            kind: class of the body.
+            body: bytes of the body.
+            client: number of the client's API key.
         """
         if len(body) <= LARGE_BODY:
             return parse(kind, body)
@@ -191,12 +202,13 @@ class Service:
         is_typed: bool = False,
         client: int = 0,
     ) -> GenerationRequest:
-        """Prepare a parsed request. Raises ApiError and RequestError.
+        """Prepare a parsed request for the engine. Raises ApiError and RequestError.
 
         Args:
-            num_bytes: size of its body. Large ones delay only each other.
-            is_typed: see ``http_answers.typed_form``.
-            client: the number of its API key.
+            parsed: parsed body.
+            num_bytes: size of the body. Large requests delay only each other.
+            is_typed: whether the client's types allow no null (``http_answers.typed_form``).
+            client: number of the client's API key.
         """
         request: ChatRequest | CompletionRequest
         response: ResponsesRequest | None = None
@@ -223,7 +235,9 @@ class Service:
             )
 
     async def tokenize(self, request: TokenizeRequest, num_bytes: int, client: int = 0) -> bytes:
-        """Return the ids of a prompt or of a conversation. Raises ApiError and RequestError."""
+        """Return the response body with the token ids of a prompt or conversation. Raises ApiError
+        and RequestError.
+        """
         self.check_model(request.model)
         return await self.readers.run(num_bytes, client, self._tokens_body, request)
 
@@ -249,7 +263,7 @@ class Service:
     async def detokenize(
         self, request: DetokenizeRequest, num_bytes: int, client: int = 0
     ) -> bytes:
-        """Return the text of token ids. Raises ApiError."""
+        """Return the response body with the text of token ids. Raises ApiError."""
         self.check_model(request.model)
 
         def make() -> bytes:
@@ -283,7 +297,7 @@ class Service:
             )
 
     async def _compile(self, generation: GenerationRequest, sequence: Sequence) -> None:
-        """Compile a sequence's grammar before its turn, so that no sequence of another client waits for it.
+        """Compile a sequence's grammar before its turn, so that no other client's sequence waits for it.
 
         Raises RequestError and EngineError.
         """
@@ -300,13 +314,15 @@ class Service:
             await self.engine.generate(sequence)
 
     async def answer_line(self, client: int, endpoint: str, body: bytes) -> tuple[int, bytes]:
-        """Return status and body of one line of a batch, when a slot is free for it. Never raises for a bad line.
+        """Wait for a free slot and answer one line of a batch. Returns status and body.
 
-        The status is 503 if the engine ended while it had the line, and 429 if the line can be sent
-        again.
+        The status is 503 if the engine ended meanwhile, and 429 if the line may be sent again. A
+        bad line raises nothing; its status and body say what is wrong.
 
         Args:
-            endpoint: one of URLS of batch_lines.
+            client: number of the client's API key.
+            endpoint: url of the line, one of URLS in batch_lines.
+            body: body of the line.
         """
         try:
             if not self.is_alive:  # this replica ends soon: the line has not harmed it
@@ -319,7 +335,7 @@ class Service:
             return refusal.status, json_body(refusal.body())
 
     async def _answer_body(self, client: int, endpoint: str, body: bytes) -> bytes:
-        """Return the answer to a line's body, when a slot is free for it. Raises for a bad one."""
+        """Wait for a free slot and return the response body of a batch's line. Raises for a bad line."""
         if endpoint not in LINE_KINDS:
             raise ApiError(400, NO_EMBEDDINGS, code="no_embeddings")
         request = await self.parse(LINE_KINDS[endpoint], body, client)
@@ -338,6 +354,10 @@ class Service:
         """Run sequences that generate nothing, as slots become free. If one fails, the others are aborted.
 
         Raises ApiError, RequestError and EngineError.
+
+        Args:
+            sequences: sequences to run.
+            client: number of the client's API key.
         """
         num_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
         need = Reservation(min(len(sequences), self._num_slots), min(num_tokens, self._num_cached))
@@ -374,13 +394,18 @@ class Service:
         Raises ApiError, RequestError and EngineError.
 
         Args:
-            num_bytes: size of the request's body. Large ones delay only each other.
-            client: the number of its API key.
+            request: parsed body.
+            num_bytes: size of the body. Large requests delay only each other.
+            client: number of the client's API key.
         """
         raise ApiError(400, NO_EMBEDDINGS, code="no_embeddings")
 
     async def events(self, generation: GenerationRequest) -> AsyncGenerator[str, None]:
-        """Yield the stream's events. Before the first it raises as answer does; a later error is the last event."""
+        """Yield the events of a streamed answer.
+
+        Before the first event it raises ApiError, RequestError and EngineError. A later error
+        becomes the last event.
+        """
         is_begun, answers, request = False, generation.answers, generation.response
         response = None if request is None else ResponseEvents(generation, request)
         async with aclosing(self.chunks(generation)) as chunks:
@@ -410,7 +435,10 @@ class Service:
         yield END_OF_STREAM
 
     async def chunks(self, generation: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of all choices in the engine's order. Raises as answer does, between two chunks too."""
+        """Yield the chunks of all choices, in the order in which the engine makes them.
+
+        Raises ApiError, RequestError and EngineError, before the first chunk or between two chunks.
+        """
         with named_as_by(generation.response), self._admitted(generation):
             answers = generation.answers
             # Holds text only: a slow reader delays no other request.
@@ -449,12 +477,15 @@ class Service:
         queue: asyncio.Queue[Queued],
         echo: asyncio.Event,
     ) -> None:
-        """Put one choice's chunks into the queue, followed by None or its error.
+        """Put the chunks of one choice into the queue, followed by None or by the error.
 
         Args:
-            echo: set once the prompt's first choice has a token, and so the prompt's
-                log-probabilities. Other choices of the prompt put their chunks into the queue from
-                then on, without holding up the engine until then.
+            generation: request of the choice.
+            chunks: chunks of the choice.
+            queue: queue that all choices of the request share.
+            echo: event that the prompt's first choice sets when it has a token, and so the prompt's
+                log-probabilities. Other choices of the prompt wait for it before they put chunks
+                into the queue, and do not hold up the engine.
         """
         choice = chunks.choice
         count = num_sent = 0
@@ -484,7 +515,10 @@ class Service:
         count: int,
         queue: asyncio.Queue[Queued],
     ) -> None:
-        """Put the chunks up to `count` output ids; the log-probabilities of a long echo are made in a thread."""
+        """Put the chunks up to `count` output ids into the queue.
+
+        Log-probabilities of a long echo are written in a thread.
+        """
         tops = generation.request.tops
         num_new = 0 if tops is None else chunks.num_unsent(count) * (1 + tops)
         made = chunks.until(count)
@@ -505,7 +539,7 @@ class Service:
 
     @asynccontextmanager
     async def _turn(self, generation: GenerationRequest, sequence: Sequence) -> AsyncIterator[None]:
-        """Wait for the sequence's turn at the engine: at once, unless clients with several keys share it."""
+        """Wait for the sequence's turn at the engine, if clients with several keys share it."""
         if self.fair_queue is None:
             yield
             return
@@ -519,7 +553,9 @@ class Service:
 
     @contextmanager
     def _admitted(self, generation: GenerationRequest) -> Iterator[None]:
-        """Count a request's needs while it is in flight, and its outcome. Raises as Admission.check does."""
+        """Count a request as in flight while the block runs, and count its outcome. Raises
+        ApiError if it does not fit.
+        """
         arrived_at = time.monotonic()
         with self.admission.admit(
             need_of(generation, self.max_model_len), generation.client, len(generation.prompts)
@@ -542,7 +578,7 @@ def _parse_long(kind: type[BodyClass], body: bytes, max_model_len: int) -> BodyC
 
 
 def _with_metrics(answers: RequestAnswers, chunk: Chunk) -> Chunk:
-    """Add the speculation metrics to the last chunk of the last choice, if no usage chunk follows."""
+    """Add the speculation metrics to the last choice's last chunk, if no chunk with the usage follows."""
     is_last = chunk["choices"][0]["finish_reason"] and all(
         c.sequence.finish_reason for c in answers.choices
     )
@@ -552,7 +588,7 @@ def _with_metrics(answers: RequestAnswers, chunk: Chunk) -> Chunk:
 
 
 def _limit(config: ServeConfig, engine: Engine) -> Reservation:
-    """Return the most sequences and tokens that requests may hold together: a full engine and the queue."""
+    """Return the maximum sequences and tokens in flight: a full engine and the queue."""
     blocks = engine.target.cache.blocks
     num_cached = blocks.num_blocks * blocks.size
     queued = config.serving.max_queued_tokens
@@ -563,21 +599,21 @@ def _limit(config: ServeConfig, engine: Engine) -> Reservation:
 
 
 def _fair_queue(num_clients: int, num_slots: int) -> FairQueue | None:
-    """Return a queue that keeps slots for clients without one, or None if there is a single client.
+    """Return a queue that reserves slots for clients without one; None for a single client.
 
-    The engine gets no more sequences than it has slots: those that wait there would be given the
-    kept slots.
+    The engine gets at most as many sequences as it has slots. If more waited inside the engine,
+    they would take the reserved slots.
     """
     return FairQueue(num_clients, num_slots, num_reserved(num_slots)) if num_clients > 1 else None
 
 
 def _num_compilations(num_clients: int) -> int:
-    """Return how many grammars of one client are compiled at once: with several clients, a part is left to others."""
+    """Return how many grammars of one client are compiled at once. Several clients share the total."""
     return MAX_COMPILING if num_clients == 1 else MAX_COMPILING // 2
 
 
 def _num_values(generation: GenerationRequest) -> int:
-    """Estimate the size of a response, in tokens with their top_logprobs, which decides the thread that writes it."""
+    """Estimate the size of a response in tokens, alternatives included. It decides which thread writes it."""
     shown = sum(
         choice.sequence.num_tokens if generation.echo else len(choice.sequence.output_ids)
         for choice in generation.choices

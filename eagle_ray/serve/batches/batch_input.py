@@ -1,7 +1,7 @@
-"""Lines of a batch's input file: ``{"custom_id", "method", "url", "body"}``, one request each.
+"""Validate and read the input file of a batch: lines ``{"custom_id", "method", "url", "body"}``.
 
-A file with a wrong line is not run at all, so validation reads the whole file first. What is wrong
-inside a body, such as a parameter, is the answer of its line alone.
+If a line is wrong, no line of the file is answered, so the whole file is validated first. A wrong
+parameter inside a body concerns its own line only, and is answered there.
 
     check_lines(files.lines(file), "/v1/completions", max_lines=50_000).total      # 120
 """
@@ -27,8 +27,8 @@ class CheckedLines:
 
     Attributes:
         total: number of lines.
-        model: that the first line names.
-        errors: {code, message, param, line} of each, at most MAX_ERRORS.
+        model: model that the first line names; None if it names none.
+        errors: {code, message, param, line} of each error, at most MAX_ERRORS.
     """
 
     total: int = 0
@@ -43,10 +43,12 @@ class CheckedLines:
 
 
 def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> CheckedLines:
-    """Validate every line, and return the errors.
+    """Validate every line of an input file.
 
     Args:
-        endpoint: the url that each line must have.
+        lines: lines of the file.
+        endpoint: url that each line must have.
+        max_lines: maximum number of lines.
     """
     checked, ids = CheckedLines(), set()
     for number, line in _rows(lines):
@@ -80,7 +82,7 @@ def check_lines(lines: Iterable[bytes], endpoint: str, max_lines: int) -> Checke
 
 
 def read_lines(lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield custom_id and body of every line of a file that check_lines found right."""
+    """Yield custom_id and body of each line of a validated file."""
     for _, line in _rows(lines):
         if isinstance(line, RequestError):
             raise line  # the file is not the one that was checked
@@ -88,7 +90,7 @@ def read_lines(lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[tuple[int, InputRow]]:
-    """Yield the number and the value of every line that is not blank; an unreadable line yields its error."""
+    """Yield number and value of each line that is not blank. The value of an unreadable line is its error."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             row = parse_line(line)
@@ -96,7 +98,7 @@ def _rows(lines: Iterable[bytes]) -> Iterator[tuple[int, InputRow]]:
 
 
 def _problem_of(line: Mapping[str, Any], endpoint: str) -> tuple[str, str, str] | None:
-    """Return code, message and parameter of what is wrong around a body; None for a right line."""
+    """Return code, message and parameter of what is wrong outside a line's body; None if nothing is."""
     if unknown := line.keys() - LINE_KEYS:
         name = min(unknown)
         return (

@@ -1,9 +1,12 @@
-"""BatchJob: one batch, run as a job: a thread that holds the lease, claims the run, and asks for what it lacks.
+"""BatchJob: run one batch of the endpoint as a job.
+
+A thread holds the lease, claims the run, and answers the lines that have no answer yet:
 
     validate the lines -> answer those that have no answer -> write the output file and the error file
 
-Whatever a killed process had answered is in the run's files (``line_answers``). How the batch ends is
-decided once, in its record, so a process that takes it over while it ends goes on in the same way.
+Answers of a killed process are in the run's files (``line_answers``). The way in which a batch ends
+is decided once and stored in its record. A process that takes the batch over then ends it in that
+way.
 
     BatchJob(store, limits, window, answer, loop, lease).run("all", "batch_...")
 """
@@ -44,15 +47,19 @@ ENDINGS: dict[Ending, tuple[str, str]] = {
 
 
 class BatchStopped(Exception):
-    """This process is to do no more for the batch."""
+    """This process must do no more for the batch."""
 
 
 class BatchJob:
-    """One batch while this process holds its lease. Methods block, but for `stop`.
+    """One batch while this process holds its lease. All methods except `stop` block.
 
     Args:
-        window: lines that are asked for together.
-        answer: returns the answer of a line; it runs in the event loop.
+        store: store of files and batches.
+        limits: limits of batches.
+        window: maximum number of this batch's lines in flight.
+        answer: coroutine function that answers one line. It runs in `loop`.
+        loop: event loop of the process.
+        lease: lease of the batch, which this process holds.
     """
 
     def __init__(
@@ -81,8 +88,9 @@ class BatchJob:
         self._ended.put(None)
 
     def run(self, owner: str, id: str) -> None:
-        """Complete the batch, and release the lease. Raises OSError, BatchStopped, and JobError if another process
-        has taken the batch over.
+        """Complete the batch, and release the lease.
+
+        Raises OSError, BatchStopped, and JobError if another process has taken the batch over.
         """
         try:
             # The last holder may have changed it, so it is read again.
@@ -114,7 +122,7 @@ class BatchJob:
         self._end()
 
     def _validate(self) -> bool:
-        """Check the input file. Returns whether the batch is in progress now, and not failed."""
+        """Check the input file, and store its errors. Return whether it has none."""
         try:
             checked = check_lines(self._input(), self._record.endpoint, self._limits.max_lines)
         except FileNotFoundError as error:
@@ -142,7 +150,7 @@ class BatchJob:
         return (line for line in read_lines(self._input()) if line[0] not in self._stored)
 
     def _answer_lines(self) -> Ending:
-        """Answer the lines that have no answer. Returns how the batch ends: early if it expires or is cancelled."""
+        """Answer the lines that have no answer. Return how the batch ends, which may be early."""
         lines = self._unanswered()
         try:
             while (ending := self._early_ending()) is None:
@@ -167,7 +175,11 @@ class BatchJob:
             future.add_done_callback(self._ended.put)
 
     def _take_ended(self, within_s: float) -> None:
-        """Write down the answer of the next line that ends. Raises BatchStopped, and the error of an answer."""
+        """Store the answer of the next line that ends. Raises BatchStopped, and the error of an answer.
+
+        Args:
+            within_s: seconds to wait at most.
+        """
         try:
             future = self._ended.get(timeout=within_s)
         except queue.Empty:
@@ -178,7 +190,7 @@ class BatchJob:
         self._write([future.result()])
 
     def _cancel_in_flight(self) -> None:
-        """Take back the lines that are in flight, and write down the answers that have come meanwhile."""
+        """Cancel the lines in flight, and store the answers that have arrived meanwhile."""
         for future in self._in_flight:
             future.cancel()
         ended, _ = wait(self._in_flight, CANCEL_WITHIN_S)
@@ -191,18 +203,18 @@ class BatchJob:
                 self._log.append(answer)
 
     def _reread(self) -> None:
-        """Choose the answers that count, from the files."""
+        """Read the stored answers again. Of several answers to a line, the first one counts."""
         self._log.flush()
         self._stored = StoredAnswers(self._run)
 
     def _early_ending(self) -> Ending | None:
-        """Return how the batch ends before its last line, if the client has cancelled it or it has expired."""
+        """Return how the batch ends before its last line: cancelled or expired; None if it goes on."""
         if self._store.cancelling_at(self._record) is not None:
             return "cancelled"
         return "expired" if time.time() >= self._record.expires_at else None
 
     def _finalize(self, ending: Ending) -> None:
-        """Record how the batch ends."""
+        """Store in the record how the batch ends."""
         self._reread()
         num_answered = len(self._stored)
         total = self._record.request_counts["total"]
@@ -214,7 +226,7 @@ class BatchJob:
         self._save(self._record.moved("finalizing", ending=ending))
 
     def _end(self) -> None:
-        """Answer the lines that are left with how the batch ends, and split the answers into two files."""
+        """Answer the remaining lines with the reason for the end, and write the two files."""
         ending = self._record.ending
         assert ending is not None
         if ending in ENDINGS:
@@ -231,7 +243,7 @@ class BatchJob:
         self._reread()
 
     def _write_files(self) -> dict[str, str]:
-        """Write the output file and the error file, each if it has lines; return their ids."""
+        """Write the output file and the error file, unless they have no lines. Return their ids."""
         record, counts = self._record, self._counts()
         written = {}
         if counts["completed"]:

@@ -1,9 +1,9 @@
-"""OpenAI's objects of files and batches, as they are answered and, with what only the server needs, as they are stored.
+"""OpenAI's file and batch objects, as clients see them and as the store keeps them.
 
     validating -> in_progress -> finalizing -> completed | expired | cancelled
     validating -> failed
 
-Ids begin with their time, so that names in order are objects in order of creation.
+An id begins with its time of creation, so ids in alphabetical order are in order of creation.
 
     record.moved("in_progress").as_json()["request_counts"]     # {'total': 120, 'completed': 0, 'failed': 0}
 
@@ -43,7 +43,7 @@ OVER = ("failed", "completed", "expired", "cancelled")
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id: the time, then 64 random bits.
+    """Return a new id: the time in milliseconds, then 64 random bits.
 
     Args:
         prefix: FILE or BATCH.
@@ -82,7 +82,11 @@ class FileObject(OpenAiObject):
 
 
 class StoredFile(FileObject):
-    """A file and how it is stored. expires_at None: it stays until it is deleted."""
+    """A file as it is stored. If expires_at is None, it stays until it is deleted.
+
+    Attributes:
+        num_chunks: number of chunks that hold its bytes.
+    """
 
     num_chunks: int
 
@@ -147,12 +151,15 @@ class BatchObject(OpenAiObject):
 
 
 class BatchRecord(BatchObject):
-    """A batch, with what only its runner needs.
+    """A batch with the fields that only the server reads.
 
     Attributes:
-        output_id, error_id: files that its end writes, each only if it has lines.
-        output_expires_after_s: life of these files; None: they stay until they are deleted.
-        ending: the last status, which is decided once; a process that takes the batch over while it
+        owner: name of the client's directory.
+        output_id, error_id: ids of the files that the end writes. A file without lines is not
+            written.
+        output_expires_after_s: seconds that these files last; None if they stay until they are
+            deleted.
+        ending: last status, decided once; None before. A process that takes the batch over while it
             ends keeps it.
     """
 
@@ -170,14 +177,14 @@ class BatchRecord(BatchObject):
         return self.model_copy(update=changes)
 
     def moved(self, status: str, **changes: Any) -> Self:
-        """Return the record with another status, which began now, and other changes."""
+        """Return the record with another status that begins now, and with further changes."""
         return self.changed(status=status, **{f"{status}_at": int(time.time())}, **changes)
 
     def as_json(self, cancelling_at: int | None = None) -> dict[str, Any]:
-        """Return the batch object of OpenAI's API, which clients see.
+        """Return the batch object of OpenAI's API.
 
         Args:
-            cancelling_at: Unix time at which the client cancelled the batch.
+            cancelling_at: Unix time at which the client cancelled the batch; None if it did not.
         """
         shown = self.model_dump(include=set(BatchObject.model_fields))
         if cancelling_at is not None:
@@ -187,11 +194,11 @@ class BatchRecord(BatchObject):
 
     @classmethod
     def new(cls, window_s: int, **facts: Any) -> Self:
-        """Return a batch that is made now.
+        """Return a batch that is created now.
 
         Args:
             window_s: seconds until it expires.
-            facts: its owner, and what the client asks for.
+            facts: owner of the batch, and what the client's body says.
         """
         now = int(time.time())
         ids = {"id": new_id(BATCH), "output_id": new_id(FILE), "error_id": new_id(FILE)}
@@ -200,7 +207,7 @@ class BatchRecord(BatchObject):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_version(cls, stored: dict[str, Any]) -> dict[str, Any]:
-        """Return a record of an earlier version in today's form: it had counts, times and files in forms of its own."""
+        """Convert a record of an earlier version, which stored counts, times and files in other forms."""
         if "times" not in stored:
             return stored
         facts = {name: value for name, value in stored.items() if name in cls.model_fields}
@@ -243,7 +250,7 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True)
 class Duration(Kind):
-    """A number and a unit."""
+    """A duration: a number and a unit, such as 24h."""
 
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or not re.search(WINDOW, value):
@@ -279,6 +286,8 @@ _BATCH_PARAMETERS = (
 
 
 class BatchBody(Body):
+    """The body of a request to create a batch."""
+
     api = Api.BATCHES
     summary = "POST /v1/batches: answer every line of an uploaded file"
 
@@ -299,7 +308,7 @@ class BatchBody(Body):
             raise RequestError("bad_value", message, "completion_window")
 
     def record(self, owner: str) -> BatchRecord:
-        """Return the batch that the body asks for."""
+        """Return the batch that the body describes."""
         life = self.output_expires_after
         return BatchRecord.new(
             seconds_of(self.completion_window),

@@ -1,7 +1,7 @@
-"""The routes of files and batches: OpenAI's, over a BatchStore. Batches are run elsewhere (``batch_runner``).
+"""OpenAI's routes of files and batches, over a BatchStore. ``batch_runner`` runs the batches.
 
-Each handler stands under what the OpenAPI document says of it. One that is no coroutine function
-runs in a thread and returns JSON.
+A decorator on each handler holds what the OpenAPI document says about it. A handler that is not a
+coroutine function runs in a thread and returns JSON.
 
     routes = batch_routes(store, config.serving, owner_of)
 """
@@ -67,12 +67,12 @@ UPLOAD: Json = {
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """An authorized request for files or batches, with the store of the client that its API key names.
+    """An authorized request for files or batches.
 
     Attributes:
-        request: the HTTP request.
-        store: files and batches of all clients.
-        owner: the client, by its API key.
+        request: HTTP request.
+        store: store of all clients' files and batches.
+        owner: name of the client's directory.
         serving: settings of the endpoint.
     """
 
@@ -90,21 +90,22 @@ class Client:
         return str(self.request.path_params["id"])
 
     def file(self) -> StoredFile:
-        """Return the client's file whose id is in the URL: /v1/files/{id}. Raises ApiError if there is none."""
+        """Return the file that the URL names: /v1/files/{id}. Raises ApiError if the client has none with this id."""
         return self.files.get(self.id)
 
     def shown(self, id: str) -> Json:
-        """Return a batch of the client as JSON. Raises ApiError if the client has none with this id."""
+        """Return a batch as JSON. Raises ApiError if the client has none with this id."""
         record = self.store.get(self.owner, id)
         return record.as_json(self.store.cancelling_at(record))
 
     def page(self, ids: list[str], prefix: str) -> tuple[list[str], int]:
-        """Return the ids that a list may show, in its order, and how many it shows at most.
+        """Return the ids that follow in the requested list, and the maximum number to show.
 
-        Raises ApiError for a wrong parameter.
+        Raises ApiError for a wrong query parameter.
 
         Args:
-            ids: oldest first.
+            ids: ids of all objects, oldest first.
+            prefix: FILE or BATCH.
         """
         max_limit, usual = LIST_LIMITS[prefix]
         query = self.request.query_params
@@ -137,13 +138,16 @@ Handler = Callable[[Client], Any]
 
 @dataclass(slots=True)
 class BatchOperation:
-    """An operation of the OpenAPI document, which decorates its handler.
+    """An operation of the OpenAPI document, used as the decorator of its handler.
 
     Attributes:
-        answer: None for bytes.
-        statuses: statuses of its refusals, besides 401, 404, 500 and 503.
-        body: a request model, or a schema of a multipart form.
-        query: the schemas of its query's parameters, by name; none is required.
+        method: HTTP method in lower case.
+        path: path of the route.
+        summary: description in the document.
+        answer: class of the answer; None for bytes.
+        statuses: statuses of errors, besides 401, 404, 500 and 503.
+        body: class of the body, or the schema of a multipart form; None without a body.
+        query: schemas of the query's parameters, by name. None of them is required.
     """
 
     method: str
@@ -165,7 +169,7 @@ OPERATIONS: list[BatchOperation] = []
 
 
 def _page_query(prefix: str) -> Json:
-    """Return the parameters of a list of ids with this prefix (``Client.page`` reads them)."""
+    """Return the schemas of a list's query parameters, which ``Client.page`` reads."""
     max_limit, default = LIST_LIMITS[prefix]
     return {
         "limit": {"type": "integer", "minimum": 1, "maximum": max_limit, "default": default},
@@ -316,11 +320,13 @@ def batch_routes(
     """Return the routes.
 
     Args:
-        store: None if the endpoint keeps no files; then every route says so.
+        store: store of files and batches. If it is None, every route answers that none are kept.
+        serving: settings of the endpoint.
+        owner_of: function that returns the owner of a request.
     """
 
     def client_of(request: Request) -> Client:
-        """Raises ApiError for an unknown key."""
+        """Return the client of a request. Raises ApiError for an unknown key."""
         owner = owner_of(request)
         if store is None:
             path = request.scope["path"]
@@ -348,7 +354,10 @@ def batch_routes(
 
 
 def _check_origin(request: Request) -> None:
-    """Raise ApiError for a web page of another server: browsers send it forms and empty posts without asking first."""
+    """Raise ApiError for a web page of another server.
+
+    Browsers send forms and empty posts to other servers without asking first.
+    """
     origin = request.headers.get("origin")
     try:
         netloc = None if origin is None else urlsplit(origin).netloc
@@ -360,6 +369,6 @@ def _check_origin(request: Request) -> None:
 
 
 async def _in_thread(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield what a blocking iterator yields, without blocking the event loop."""
+    """Yield the items of a blocking iterator without blocking the event loop."""
     while part := await asyncio.to_thread(partial(next, parts, b"")):
         yield part

@@ -1,8 +1,8 @@
-"""BatchRunner: run every open batch as a job in a thread of its own, whose lines a ReplicaClient answers.
+"""BatchRunner: run every open batch as a BatchJob in its own thread. A ReplicaClient answers the lines.
 
-A batch that is not over has a run (``runs/run.py``). A runner looks for such batches once a second
-and takes the lease of each that no process holds, so a restarted server goes on with what a killed
-one left (``batch_job``).
+A batch that is not over has a run (``runs/run.py``). Once a second, a runner looks for such batches
+and acquires the lease of each that no process holds. So a restarted server continues the batches of
+a killed one (``batch_job``).
 
     runner = BatchRunner(store, limits, answer, window=16)
     await runner.run()
@@ -34,8 +34,12 @@ class BatchRunner:
     """Runs batches until its task is cancelled.
 
     Args:
-        knows: whether an owner's key is still accepted. Batches of others wait, and expire.
-        window: lines in flight together, of all batches.
+        store: store of files and batches.
+        limits: limits of batches.
+        respond: coroutine function by which a replica answers a line.
+        window: maximum number of lines in flight, of all batches together.
+        knows: function that returns whether an owner's key is still accepted. Batches of other
+            owners wait until they expire.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class BatchRunner:
         self._swept_at = -SWEEP_EVERY_S
 
     async def run(self) -> None:
-        """Run forever. Errors of storage are logged, and tried again."""
+        """Run forever. If storage fails, log the error and try again."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -69,7 +73,7 @@ class BatchRunner:
             await asyncio.to_thread(self._stop)
 
     def _stop(self) -> None:
-        """End the jobs and release their leases. The batches stay open."""
+        """End all jobs and release their leases. The batches stay open."""
         jobs = list(self._jobs.values())
         for job, _ in jobs:
             job.stop()
@@ -77,7 +81,7 @@ class BatchRunner:
             thread.join()
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin every open batch that no process runs, and delete what has expired."""
+        """Start every open batch that no process runs, and delete expired files at intervals."""
         open_ids = self.store.open_ids()
         for owner, id in open_ids:
             if id not in self._jobs and time.monotonic() >= self._not_before.get(id, 0.0):
@@ -104,7 +108,7 @@ class BatchRunner:
         thread.start()
 
     def _run_job(self, job: BatchJob, owner: str, id: str) -> None:
-        """Run one batch to its end, or until it fails for a reason that is not its own."""
+        """Run one batch to its end. If it fails for another reason than a stop, try again later."""
         try:
             job.run(owner, id)
         except Exception as error:
@@ -120,7 +124,7 @@ class BatchRunner:
 
 
 def sweep(store: BatchStore) -> None:
-    """Delete expired files that no open batch reads, and the leftovers of killed uploads and runners."""
+    """Delete expired files that no open batch reads, and what killed uploads and runners left."""
     for owner, id in store.open_ids():
         if store.find(owner, id) is None and time.time() - made_at(id) > UPLOAD_WITHIN_S:
             store.remove_open(owner, id)

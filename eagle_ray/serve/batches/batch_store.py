@@ -1,15 +1,17 @@
-"""BatchStore: everything that the endpoint keeps under `serving.batches.path`.
+"""BatchStore: the files and batches of the endpoint, under `serving.batches.path`.
 
-    salt                        of the API keys' digests, which name the owners' directories
-    open/OWNER.batch_ID         an empty file per batch that is not over: what a runner has to do
-    OWNER/files, OWNER/contents see file_store
-    OWNER/batches/batch_ID.json the record
-    OWNER/work/batch_ID/        until it is over: its run (runs/run.py) with its answers (line_answers), and cancel
+    salt                        salt of the API keys' digests, which name the owners' directories
+    open/OWNER.batch_ID         an empty file for each batch that is not over
+    OWNER/files, OWNER/contents files, see file_store
+    OWNER/batches/batch_ID.json the record of a batch
+    OWNER/work/batch_ID/        run of a batch that is not over (runs/run.py), with its answers
+                                (line_answers) and the client's cancellation
 
-On a local disk all of it is for the user that runs the endpoint alone: uploads and answers are in
-it.
+On a local disk, only the user that runs the endpoint can read the store, since it holds uploads and
+answers.
 
-Only the process that runs a batch changes its record. A client's cancellation is a file of its own.
+Only the process that runs a batch changes its record. So a client's cancellation is a file of its
+own.
 
     store = BatchStore.open("/data/batches")
     store.find("all", "batch_...").status         # 'in_progress'
@@ -36,13 +38,13 @@ LIST_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class BatchStore:
-    """A directory or bucket of files and batches. Methods block on storage and raise OSError if it fails."""
+    """A directory or bucket of files and batches. Methods block on storage, and raise OSError if it fails."""
 
     root: StoragePath
 
     @classmethod
     def open(cls, path: str) -> BatchStore:
-        """Return the store after a look whether it can be written. Raises ConfigError."""
+        """Return the store at a path. Raises ConfigError if it cannot be written."""
         try:
             root = StoragePath.of(path)
             if not root.is_local and not root.is_s3:
@@ -59,7 +61,7 @@ class BatchStore:
         return cls(root)
 
     def salt(self) -> bytes:
-        """Return the salt of this store, which is made at the first call and then stays."""
+        """Return the salt of this store. The first call creates it."""
         file = self.root / "salt"
         file.create(secrets.token_hex(SALT_BYTES).encode())
         return bytes.fromhex(file.read_bytes().decode())
@@ -72,7 +74,7 @@ class BatchStore:
         return self.root / owner / "work" / id
 
     def create(self, record: BatchRecord, max_open: int) -> None:
-        """Write a new batch. Raises ApiError if its owner has max_open batches that are not over."""
+        """Store a new batch. Raises ApiError if its owner has `max_open` batches that are not over."""
         self._marker(record.owner, record.id).create(b"")
         if len(self.open_ids(record.owner)) > max_open:
             self.remove_open(record.owner, record.id)
@@ -81,7 +83,7 @@ class BatchStore:
         self._record(record.owner, record.id).write_atomic(record.model_dump_json().encode())
 
     def remove_open(self, owner: str, id: str) -> None:
-        """Mark a batch as not open any more."""
+        """Delete the mark of an open batch."""
         self._marker(owner, id).remove()
 
     def get(self, owner: str, id: str) -> BatchRecord:
@@ -98,7 +100,7 @@ class BatchStore:
         return BatchRecord(**stored) if stored else None
 
     def save(self, record: BatchRecord, run: Run) -> None:
-        """Write the record, which ends the run of a batch that is over. Raises JobError if another run is current."""
+        """Store the record. If the batch is over, end its run. Raises JobError if another run is current."""
         file, data = self._record(record.owner, record.id), record.model_dump_json().encode()
         if record.is_over:
             run.commit({file: data})
@@ -106,7 +108,7 @@ class BatchStore:
             run.publish(file, data)
 
     def close(self, owner: str, id: str) -> None:
-        """Delete what only an open batch needs. If the process is killed here, a sweep deletes the rest."""
+        """Delete what only an open batch needs. If the process is killed here, `sweep` deletes the rest."""
         self.remove_open(owner, id)
         self.work(owner, id).remove_tree()
 
@@ -118,23 +120,23 @@ class BatchStore:
         ]
 
     def closed_ids(self, owner: str) -> list[str]:
-        """Return the batches that are over and still have a run's directory."""
+        """Return the ids of batches that are over and still have a run's directory."""
         # The directories are listed first: a batch is open before it has one.
         ids = listed_ids(self.root / owner / "work", BATCH)
         return sorted(set(ids) - {id for _, id in self.open_ids(owner)})
 
     def open_ids(self, owner: str | None = None) -> list[tuple[str, str]]:
-        """Return owner and id of every batch that is not over, oldest first.
+        """Return owner and id of each batch that is not over, oldest first.
 
         Args:
-            owner: the only owner whose batches are returned; None returns all.
+            owner: owner of the batches; None for all owners.
         """
         names = self._open_names(f"{owner or '*'}.{BATCH}*")
         pairs = [(of, id) for of, _, id in (name.partition(".") for name in names)]
         return sorted(pairs, key=lambda pair: pair[1])
 
     def cancel(self, record: BatchRecord) -> int:
-        """Request the cancellation of a batch, and return when it was first requested."""
+        """Request the cancellation of a batch. Return the Unix time of the first such request."""
         now = int(time.time())
         file = self.work(record.owner, record.id) / "cancel"
         while not file.exists():
@@ -147,7 +149,7 @@ class BatchStore:
         return self.cancelling_at(record) or now
 
     def cancelling_at(self, record: BatchRecord) -> int | None:
-        """Return when the batch's client cancelled it, or None."""
+        """Return the Unix time at which the client cancelled a batch; None if it did not."""
         if record.cancelling_at is not None:
             return record.cancelling_at
         stored = (
@@ -172,7 +174,7 @@ class BatchStore:
 
 
 def _restrict(root: StoragePath) -> None:
-    """Restrict an existing store, or an empty directory, to this user."""
+    """Let only this user read an existing store or an empty directory."""
     names = root.list_names() if root.is_local else []
     if names and "salt" not in names:
         return

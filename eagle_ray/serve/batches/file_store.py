@@ -1,8 +1,8 @@
-"""FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket; and the upload of one.
+"""FileStore: uploaded files and batch outputs of one owner, in a directory or a bucket.
 
-A file is a description (JSON) and numbered chunks of bytes. The description is written last, so a
-file exists whole or not at all. Owners have directories of their own: one key's client cannot name
-another key's file.
+A file consists of a description (JSON) and numbered chunks of bytes. The description is written
+last, so a file is either complete or does not exist. Each owner has its own directory, so a client
+cannot name another client's file.
 
     OWNER/files/file-ID.json       the description
     OWNER/contents/file-ID/000000  the first chunk
@@ -11,8 +11,8 @@ another key's file.
     >>> store.write([b'{"custom_id": "a"}'], "in.jsonl", "batch").bytes
     18
 
-An upload is a multipart form with a file. Memory holds one chunk of it, and what Serve has read
-ahead (``serve/proxy_errors.py``), whatever its size.
+An upload is a multipart form with a file. Whatever its size, memory holds one chunk of it and what
+Serve has read ahead (``serve/proxy_errors.py``).
 
     await receive_upload(request, store, config.serving.batches)      # StoredFile(id='file-...', bytes=1204, ...)
 """
@@ -51,7 +51,7 @@ MAX_FILE_NAME_CHARS = 255
 
 
 def upload_name(sent: str) -> str:
-    r"""Return the name under which an upload is shown: without directories and control characters.
+    r"""Return the name under which an upload is shown, without directories and control characters.
 
     >>> upload_name("../../etc/in.jsonl"), upload_name("C:\\in.jsonl"), upload_name("..")
     ('in.jsonl', 'in.jsonl', 'upload')
@@ -64,7 +64,7 @@ def upload_name(sent: str) -> str:
 
 
 class FileStore:
-    """Files of one owner. Methods block on storage and raise OSError if it fails."""
+    """Files of one owner. Methods block on storage, and raise OSError if it fails."""
 
     def __init__(self, root: StoragePath, owner: str):
         self._descriptions = root / owner / "files"
@@ -80,7 +80,7 @@ class FileStore:
         return file
 
     def find(self, id: str) -> StoredFile | None:
-        """Return a file, expired or not, or None if there is none."""
+        """Return a file, expired or not; None if there is none."""
         stored = read_json_object(self._description(id)) if is_id(id, FILE) else None
         return StoredFile(**stored) if stored else None
 
@@ -91,14 +91,14 @@ class FileStore:
         ]
 
     def usage(self) -> tuple[int, int]:
-        """Return how many files there are, and the bytes of all of them, uploads that run included."""
+        """Return the number of files and their size in bytes. Unfinished uploads count."""
         sizes = self._contents.list_versions()
         return len(set(self.ids()) | {path.parent.name for path in sizes}), sum(
             file.size for file in sizes.values()
         )
 
     def unfinished_ids(self) -> list[str]:
-        """Return the ids of contents without a description: uploads that run, or that were killed."""
+        """Return the ids of contents without a description, of unfinished or killed uploads."""
         return sorted(set(listed_ids(self._contents, FILE)) - set(self.ids()))
 
     def write(
@@ -110,11 +110,17 @@ class FileStore:
         id: str | None = None,
         check: Callable[[], None] | None = None,
     ) -> StoredFile:
-        """Write a file and return it.
+        """Store a file and return it.
 
         Args:
-            id: id of a file that an earlier process may have begun with the same parts.
-            check: called right before each write; if it raises, nothing changes.
+            parts: bytes of the file, in parts.
+            filename: name under which the file is shown.
+            purpose: purpose in OpenAI's API.
+            expires_at: Unix time at which it expires; None if it stays until it is deleted.
+            id: id of a file that an earlier process may have begun with equal parts; None for a new
+                id.
+            check: function that is called right before each write. If it raises, nothing is
+                written.
         """
         id = id or new_id(FILE)
         num_chunks = size = 0
@@ -139,19 +145,19 @@ class FileStore:
         (self._contents / id / f"{number:06d}").write_atomic(data, check)
 
     def finish(self, file: StoredFile, check: Callable[[], None] | None = None) -> StoredFile:
-        """Write the description of a file whose chunks are stored. Until then the file does not exist."""
+        """Write the description of a file whose chunks are stored. Before that, the file does not exist."""
         self._description(file.id).write_atomic(file.model_dump_json().encode(), check)
         return file
 
     def read(self, file: StoredFile) -> Iterator[bytes]:
-        """Yield parts of at most UPLOAD_READ_BYTES of a file. Raises FileNotFoundError if it is being deleted."""
+        """Yield the bytes of a file in parts. Raises FileNotFoundError if it is being deleted."""
         for number in range(file.num_chunks):
             with (self._contents / file.id / f"{number:06d}").open() as chunk:
                 while part := chunk.read(UPLOAD_READ_BYTES):
                     yield part
 
     def lines(self, file: StoredFile) -> Iterator[bytes]:
-        """Yield the file's lines, without their ends."""
+        """Yield the lines of a file, without line ends."""
         line = bytearray()
         for part in self.read(file):
             *ended, rest = part.split(b"\n")
@@ -175,7 +181,7 @@ class FileStore:
 
 
 def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the bytes in chunks of UPLOAD_CHUNK_BYTES or a little more; the last is smaller."""
+    """Yield the bytes in chunks of UPLOAD_CHUNK_BYTES or slightly more. The last chunk is smaller."""
     chunk = bytearray()
     for part in parts:
         chunk += part
@@ -187,7 +193,7 @@ def _chunks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def listed_ids(directory: StoragePath, prefix: str) -> list[str]:
-    """Return the ids that names in a directory are, in a bucket of the first thousand. It need not exist."""
+    """Return the ids among the names in a directory, which need not exist. A bucket lists the first thousand."""
     try:
         return [name for name in directory.list_names() if is_id(name, prefix)]
     except FileNotFoundError:
@@ -203,11 +209,11 @@ UPLOAD_FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seco
 
 
 class UploadForm:
-    """A push parser of one upload: give bytes to feed, take the file's bytes with take.
+    """A push parser of one upload. Give it bytes by `feed`, and get the file's bytes by `take`.
 
     Args:
         max_bytes: maximum size of the file.
-        too_large: the error of a file with more.
+        too_large: error of a larger file.
     """
 
     def __init__(self, boundary: bytes, max_bytes: int, too_large: ApiError):
@@ -234,7 +240,7 @@ class UploadForm:
         self.is_whole = False
 
     def feed(self, data: bytes) -> None:
-        """Parse the next bytes. Raises ApiError."""
+        """Parse the next bytes of the form. Raises ApiError."""
         with _form_errors():
             self._parser.write(data)
         self._num_fed += len(data)
@@ -243,7 +249,7 @@ class UploadForm:
             raise ApiError(413, message, code="form_too_large")
 
     def take(self, min_bytes: int) -> bytes:
-        """Return the file's new bytes if there are at least `min_bytes` of them."""
+        """Return the file's new bytes; empty if there are fewer than `min_bytes`."""
         if len(self._file) < min_bytes:
             return b""
         data, self._file = bytes(self._file), bytearray()
@@ -302,7 +308,7 @@ class UploadForm:
 
 @contextmanager
 def _form_errors() -> Iterator[None]:
-    """Turn an error of the parser into an ApiError."""
+    """Convert the parser's errors to ApiError."""
     try:
         yield
     except FormParserError as error:
@@ -310,7 +316,7 @@ def _form_errors() -> Iterator[None]:
 
 
 def check_room(store: FileStore, limits: BatchesConfig) -> int:
-    """Return how many more bytes an API key may store. Raises ApiError if its files are at a limit."""
+    """Return the bytes that an API key may still store. Raises ApiError if its files are at a limit."""
     num_files, num_bytes = store.usage()
     if num_files >= limits.max_files:
         raise _storage_full(f"{num_files} files", f"max_files is {limits.max_files}")
@@ -329,10 +335,11 @@ def _storage_full(stored: str, limit: str) -> ApiError:
 
 
 def _limit_of(room: int, limits: BatchesConfig) -> tuple[int, ApiError]:
-    """Return the bytes that a file may have, and the error of one with more.
+    """Return the maximum bytes of a file, and the error of a larger one.
 
     Args:
-        room: bytes that the file's API key may still store.
+        room: bytes that the API key may still store.
+        limits: limits of batches.
     """
     if room < limits.max_file_bytes:
         return room, _storage_full(
@@ -343,7 +350,7 @@ def _limit_of(room: int, limits: BatchesConfig) -> tuple[int, ApiError]:
 
 
 async def receive_upload(request: Request, store: FileStore, limits: BatchesConfig) -> StoredFile:
-    """Write the form's file and return it. If that fails, nothing stays.
+    """Store the form's file and return it. If that fails, nothing stays.
 
     Raises ApiError, ClientDisconnected and OSError.
     """
@@ -384,7 +391,7 @@ async def receive_upload(request: Request, store: FileStore, limits: BatchesConf
 
 
 async def _body(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body. Raises ClientDisconnected where it breaks off."""
+    """Yield the bytes of the body. Raises ClientDisconnected where it breaks off."""
     parts = request.stream()
     while True:
         try:
@@ -408,7 +415,7 @@ def _boundary(request: Request) -> bytes:
 
 
 def _checked(form: UploadForm) -> int:
-    """Return the seconds that the file lasts. Raises ApiError for a form that is not whole or has a wrong value."""
+    """Return the seconds that the file lasts. Raises ApiError for an incomplete form or a wrong value."""
     if not form.is_whole:
         raise ApiError(400, "the body ends before the form does", code="bad_form")
     if form.filename is None:

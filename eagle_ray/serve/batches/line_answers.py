@@ -1,8 +1,9 @@
-"""Answers of a batch's lines, which are kept as those are that a job has paid for (``port/spend.py``).
+"""Answers to the lines of an endpoint's batch. They are stored like the paid answers of a job (``port/spend.py``).
 
-An answer's key is the line's custom_id, and its one column a line of the output file or of the error file.
-A process that was stopped, and goes on after another has taken its batch over, may add a second answer of a
-line. The first one counts, and those that count are chosen once, before the batch's files are written.
+The key of an answer is the line's custom_id. Its only column is a line of the output file or of the
+error file. If a process was suspended and another one took its batch over, it may add a second
+answer to a line when it resumes. The first answer counts. Which answers count is decided once,
+before the files are written.
 
     stored = read_answers(run, log)
     answer = error_answer("batch_...", "a", "worker_died", "...")
@@ -25,10 +26,13 @@ LINE = "line"  # the column
 
 
 def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> Attempt:
-    """Return the answer of a line that the endpoint responded to.
+    """Return the answer to a line for which the endpoint returned a response.
 
     Args:
-        body: the response's JSON.
+        batch_id: id of the batch.
+        custom_id: id that the client gave the line.
+        status: HTTP status of the response.
+        body: body of the response, as JSON.
     """
     key = line_key(batch_id, custom_id)
     head = dump_json(line_head(key, custom_id), ensure_ascii=False)
@@ -37,7 +41,7 @@ def response_answer(batch_id: str, custom_id: str, status: int, body: bytes) -> 
 
 
 def error_answer(batch_id: str, custom_id: str, code: str, message: str) -> Attempt:
-    """Return the answer of a line that got no response."""
+    """Return the answer to a line that got no response."""
     line = error_line(line_key(batch_id, custom_id), custom_id, code, message)
     return _answer(dump_json(line, ensure_ascii=False))
 
@@ -54,7 +58,10 @@ def _answer(line: str) -> Attempt:
 
 
 def read_answers(run: Run, log: SpendLog) -> StoredAnswers:
-    """Return the answers of a run. An earlier version's, which are lines of numbered files, are written to the log."""
+    """Return the stored answers of a run.
+
+    Earlier versions stored them as lines of numbered files. Those are copied to the log first.
+    """
     stored = StoredAnswers(run)
     parts = [*run.output.glob("[0-9]*"), *run.data.glob("[0-9]*")]
     lines = (line for part in parts for line in part.read_bytes().split(b"\n")[:-1])
@@ -66,9 +73,13 @@ def read_answers(run: Run, log: SpendLog) -> StoredAnswers:
 
 
 def file_lines(stored: StoredAnswers, is_completed: bool) -> Iterator[bytes]:
-    """Yield the lines of the output file, or of the error file, in the order of the answers.
+    """Yield the lines of the output file or of the error file, in the order of the answers.
 
     Raises FileNotFoundError if another process has ended the batch.
+
+    Args:
+        stored: answers of the batch.
+        is_completed: whether to yield the output file's lines; otherwise the error file's.
     """
     for entry in stored.entries():
         if (entry.facts["kind"] == ANSWERED) == is_completed:

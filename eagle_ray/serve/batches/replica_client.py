@@ -1,8 +1,8 @@
-"""ReplicaClient: answers lines of batches by the endpoint's own replicas, with the attempts of the port.
+"""ReplicaClient: let the endpoint's replicas answer lines of batches, and retry a line whose replica died.
 
-A line whose replica dies is answered again while no other line is in flight. If MAX_LOST replicas
-have died, the line becomes the error worker_died. The lines that were in flight with it are
-answered.
+Attempts are counted as in jobs (``port/attempts.py``). A line whose replica died is sent again
+while no other line is in flight. After MAX_LOST dead replicas, the line's answer is the error
+worker_died. Other lines that were in flight with it are answered.
 
     client = ReplicaClient(respond, window=16)
     attempt = await client.answer(record, "line 1", {"prompt": "Hi"})
@@ -40,14 +40,15 @@ BUDGETS = {LIMITED: UNLIMITED, WORKER_DIED: MAX_LOST}
 
 
 class ReplicaLost(Exception):
-    """The replica that had the line has died."""
+    """The replica that was answering a line has died."""
 
 
 class ReplicaClient:
     """Answers lines of all batches of this process.
 
     Args:
-        window: lines in flight together.
+        respond: coroutine function by which a replica answers a line.
+        window: maximum number of lines in flight.
     """
 
     def __init__(self, respond: Respond, window: int):
@@ -56,7 +57,7 @@ class ReplicaClient:
         self._isolation = SharedExclusiveLock()
 
     async def answer(self, record: BatchRecord, custom_id: str, body: dict[str, Any]) -> Attempt:
-        """Return the answer of one line, however long the replicas are busy or away."""
+        """Return the answer to one line. It waits as long as the replicas are busy or absent."""
         if body.get("seed") is None:
             body = body | {"seed": line_seed(record.id, custom_id)}
         data = dump_json(body, ensure_ascii=False).encode()
@@ -83,6 +84,10 @@ class ReplicaClient:
         """Send a line once, and release its permit.
 
         Args:
+            record: batch of the line.
+            custom_id: id that the client gave the line.
+            data: body of the line, as JSON.
+            permit: permit of the throttle.
             is_alone: whether no other line may be in flight.
         """
         try:
@@ -101,7 +106,7 @@ class ReplicaClient:
 
 
 async def _wait_for_next(failures: Failures, failed: Failed) -> None:
-    """Wait until a line may be sent again. Raises Failed once too many replicas have died of it."""
+    """Wait until a line may be sent again. Raises Failed if too many replicas have died while answering it."""
     is_last = failures.is_last(failed)
     if failed.kind == WORKER_DIED:
         await asyncio.sleep(AFTER_LOSS_S)
@@ -112,5 +117,5 @@ async def _wait_for_next(failures: Failures, failed: Failed) -> None:
 
 
 def line_seed(batch_id: str, custom_id: str) -> int:
-    """Return the seed for a line without one. It is derived, so a second run gives equal tokens."""
+    """Return the seed of a line that sets none. It depends on the ids alone, so a second run samples equally."""
     return int(line_key(batch_id, custom_id)[:15], 16)

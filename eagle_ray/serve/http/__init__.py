@@ -1,1 +1,1 @@
-"""Bodies of HTTP requests and answers, as every route reads and writes them."""
+"""Bodies of HTTP requests and answers, which every route reads and writes by these functions."""

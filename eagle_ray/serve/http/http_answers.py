@@ -1,17 +1,17 @@
-"""HTTP answers: JSON of any size, server-sent events, and errors.
+r"""Write HTTP answers: JSON of any size, server-sent events, and errors.
 
-An answer of megabytes is made in a thread. One call of the encoder holds Python's lock until it
-returns, so `json.dumps` of it would stop the event loop all the same; in parts, the loop gets the
-lock between two of them.
+An answer of megabytes is written in a thread. A single call of `json.dumps` holds Python's lock
+until it returns, so it would stop the event loop even from a thread. `json_parts` writes in parts,
+between which the event loop runs.
 
     >>> json_body({"tokens": [1, 2]})
     b'{"tokens":[1,2]}'
     >>> event({"choices": []})
-    'data: {"choices":[]}\\n\\n'
+    'data: {"choices":[]}\n\n'
     >>> typed_form({"choices": [{"text": "a", "logprobs": None, "finish_reason": None}]})["choices"]
     [{'text': 'a', 'logprobs': None, 'finish_reason': 'length'}]
 
-A refusal is ``{"error": {message, type, param, code}}``, with the status that goes with it.
+An error is ``{"error": {message, type, param, code}}`` with its status.
 
     >>> ApiError(404, "there is no model 'x'", param="model", code="model_not_found").body()["error"]["code"]
     'model_not_found'
@@ -39,15 +39,16 @@ encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(
 
 
 def json_body(value: Any) -> bytes:
-    """Return the bytes that Starlette's JSONResponse would send."""
+    """Return the JSON bytes that Starlette's JSONResponse would send."""
     return "".join(json_parts(value)).encode()
 
 
 def json_parts(value: Any, depth: int = MAX_DEPTH) -> Iterator[str]:
-    """Yield the JSON text in parts.
+    """Yield the JSON text of a value in parts.
 
     Args:
-        depth: levels of objects and of lists of objects that are taken apart.
+        value: value to write.
+        depth: levels of objects, and of lists of objects, that are written in parts.
     """
     if isinstance(value, dict) and value and depth:
         for i, (key, inner) in enumerate(value.items()):
@@ -74,10 +75,10 @@ def _list_parts(values: list[Any], depth: int) -> Iterator[str]:
 
 
 def event(body: Chunk | StreamEvent | Refusal) -> str:
-    """Return a server-sent event, which has the name of its body's type if it has one.
+    """Return a server-sent event. If its body has a type, that is the event's name.
 
-    Characters at which some clients end a line and that JSON does not escape itself are escaped. A
-    chunk without log-probabilities is short, and is encoded in one call.
+    Some clients end a line at characters that JSON does not escape, so these are escaped here. A
+    chunk without log-probabilities is short, and is written in one call.
     """
     values: Mapping[str, Any] = body
     is_short = "choices" in values and not any(choice["logprobs"] for choice in values["choices"])
@@ -87,18 +88,22 @@ def event(body: Chunk | StreamEvent | Refusal) -> str:
 
 
 def is_typed(headers: Mapping[str, str]) -> bool:
-    """Return whether a request comes from a library whose types allow no null, by its headers in lower case."""
+    """Return whether a request comes from a client library whose types allow no null.
+
+    Args:
+        headers: headers of the request, with names in lower case.
+    """
     return TYPED_CLIENT in headers
 
 
 def typed_form(body: TextAnswer) -> TextAnswer:
-    """Change a text completion, or a chunk of its stream, as OpenAI's own client libraries can check it.
+    """Replace the nulls of a text completion, or of a chunk of it, that OpenAI's client libraries refuse.
 
-    OpenAI's servers, and vLLM, say null for the finish_reason of a chunk that is not the last, for
-    the log-probability of a prompt's first token and for the alternatives to it. OpenAI's document,
-    from which its libraries' types are made, has no null there, so `_strict_response_validation`
-    refuses it. These clients get "length", for that is why a chunk ends, a log-probability of 0,
-    for what is given is certain, and no alternatives.
+    OpenAI's servers and vLLM send null as the finish_reason of a chunk before the last one, as the
+    log-probability of a prompt's first token, and as the alternatives to it. The types of OpenAI's
+    libraries allow no null there, so `_strict_response_validation` refuses it. These clients get
+    other values: the finish_reason "length", since the chunk ends for its length; a log-probability
+    of 0, since the first token is given and so certain; and no alternatives.
     """
     for choice in body["choices"]:
         choice["finish_reason"] = choice["finish_reason"] or "length"
@@ -140,11 +145,13 @@ PARAMS = {
 
 
 class ApiError(Exception):
-    """One request is answered with this status.
+    """The error with which one request is answered.
 
     Args:
-        param: the parameter at fault.
-        code: a short stable name.
+        status: HTTP status.
+        message: text for the client.
+        param: parameter at fault; None if it is none.
+        code: short name that does not change between versions.
         retry_after_s: seconds to wait after a 429 or 503.
     """
 
@@ -182,7 +189,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the error for a client: its own mistakes in full, ours without internals."""
+    """Return the error to send to a client. Its own mistakes are described; faults of the server are not."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError) and error.code == "grammar_queue_full":
@@ -203,7 +210,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _param_of(error: RequestError) -> str | None:
-    """Return the parameter at fault. The message about one that does not fit the target begins with its name."""
+    """Return the parameter at fault. If the error has none, the message may begin with the parameter's name."""
     if error.param is not None:
         return error.param
     if error.code in ("invalid_sampling", "invalid_chat", "bad_grammar", "unsupported_parameter"):
@@ -212,6 +219,6 @@ def _param_of(error: RequestError) -> str | None:
 
 
 def _shortened(text: str) -> str:
-    """Return a client's text fit to be sent back: shortened, and without half surrogate pairs."""
+    """Return a client's text in a form that can be sent back: shortened, without unpaired surrogates."""
     short = text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:MAX_MESSAGE_CHARS]}..."
     return short.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,7 +1,7 @@
-"""Read a request body and parse it into a request, or raise an ApiError that names the first wrong parameter.
+"""Read the body of an HTTP request and parse it. Raises ApiError that names the first wrong parameter.
 
-The body must be JSON by its content type, within the size limit and the time limit; reading ends if
-the client disconnects. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are
+The content type must be JSON. The body must arrive within limits of size and time. If the client
+disconnects, reading stops. JSON is parsed strictly: duplicate keys, NaN and unpaired surrogates are
 errors.
 
     >>> from eagle_ray.requests.openai_bodies import CompletionRequest
@@ -28,7 +28,7 @@ MAX_VALUES = 1 << 18  # values of a body, or twice the model's length if that is
 
 
 def check_containers(body: bytes, max_model_len: int = 0) -> None:
-    """Raise ApiError for a body of a million values, which would take seconds and gigabytes to read."""
+    """Raise ApiError for a body of a million values, which would take seconds and gigabytes to parse."""
     max_values = max(MAX_VALUES, 2 * max_model_len)
     if body.count(b"{") + body.count(b"[") <= MAX_CONTAINERS and body.count(b",") <= max_values:
         return
@@ -45,7 +45,7 @@ def check_containers(body: bytes, max_model_len: int = 0) -> None:
 
 
 def parse(kind: type[BodyClass], body: bytes) -> BodyClass:
-    """Return the request in a body. Raises ApiError naming the parameter."""
+    """Parse the body of a request. Raises ApiError that names the wrong parameter."""
     try:
         data = parse_json(body.decode("utf-8"))
     except HalfSurrogate as error:
@@ -63,7 +63,7 @@ def parse(kind: type[BodyClass], body: bytes) -> BodyClass:
 
 
 def _text_error(error: HalfSurrogate) -> ApiError:
-    """Return the error of a text with half a surrogate pair, by its parameter; a parameter's name has none."""
+    """Return the error of a text with an unpaired surrogate. It names the parameter that has the text."""
     param = next((step for step in error.place[:1] if isinstance(step, str)), None)
     return ApiError(400, str(error), param, "bad_value" if param else "bad_json")
 
@@ -73,13 +73,14 @@ CHARSETS = ("utf-8", "utf8", "us-ascii", "ascii")  # charsets of JSON; ASCII is 
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected; no one waits for the response."""
+    """The client has disconnected, so nothing waits for the response."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a request. Raises ApiError, and ClientDisconnected if it breaks off.
+    """Return the bytes of a body. Raises ApiError, and ClientDisconnected if the body breaks off.
 
     Args:
+        request: HTTP request.
         max_bytes: maximum size of the body.
     """
     _check_kind(request.headers)
@@ -107,10 +108,10 @@ async def _whole(request: Request, max_bytes: int) -> bytes:
 
 
 def _check_kind(headers: Mapping[str, str]) -> None:
-    """Raise ApiError if the content type is not JSON. A web page must name it, other clients may leave it out.
+    """Raise ApiError if the content type is not JSON. Web pages must set it, and other clients may omit it.
 
-    Only browsers send an Origin header, and without a check a page could send requests that need no
-    consent of this server.
+    Only browsers send an Origin header. Without this check, a page of another server could send
+    requests for which browsers do not ask this server's consent.
     """
     content_type = headers.get("content-type", "")
     kind = content_type.partition(";")[0].strip().lower()
@@ -129,12 +130,12 @@ def _check_kind(headers: Mapping[str, str]) -> None:
 
 
 def body_too_large(max_bytes: int) -> ApiError:
-    """Return the error of a body with more bytes than `most`."""
+    """Return the error of a body that is larger than max_bytes."""
     return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
 def check_encoding(headers: Mapping[str, str]) -> None:
-    """Raise ApiError for a body that is packed."""
+    """Raise ApiError for a compressed body."""
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         message = f"Content-Encoding: {reprlib.repr(encoding)} is not read. Send the body as it is, not packed."
@@ -142,7 +143,7 @@ def check_encoding(headers: Mapping[str, str]) -> None:
 
 
 def _check_charset(content_type: str) -> None:
-    """Raise ApiError if a content type says that the body is not UTF-8."""
+    """Raise ApiError if the content type names another charset than UTF-8."""
     _, options = parse_options_header(content_type)
     charset = options.get(b"charset", b"utf-8").decode("latin-1").lower()
     if charset not in CHARSETS:
